@@ -17,7 +17,7 @@ from megabatch_train.trainer.checkpoints import read_weights
 from megabatch_train.trainer.config import MemoryConfig
 from megabatch_train.trainer.loop import Trainer
 from megabatch_train.trainer.run import load_newest
-from megabatch_train.trainer.step import Pace, pair_seconds, what_fits
+from megabatch_train.trainer.step import Pace, choose_fit, pair_seconds
 
 pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
 
@@ -173,7 +173,7 @@ def test_checkpointing_is_chosen_by_measurement(sizes, paces, wanted):
         def pace(self, size):
             return paces[self.now()]
 
-    found = step._faster([Trial()], [encoder], sizes[True] if sizes[True] < 32 else 32, 10**9, 0.0)
+    found = step._choose_checkpointing([Trial()], [encoder], sizes[True] if sizes[True] < 32 else 32, 10**9, 0.0)
     assert (found[0][0], found[1]) == wanted
 
 
@@ -183,7 +183,7 @@ def test_checkpointing_and_offload_as_settings():
     world = World(torch.device("cpu"))
     for how, on in (("on", True), ("off", False), ("auto", False)):
         config = MemoryConfig(checkpointing=how)
-        found = what_fits(config, 4, [encoder, encoder], lambda side, count: decoders.part(inputs, slice(count)), 8, world)
+        found = choose_fit(config, 4, [encoder, encoder], lambda side, count: decoders.part(inputs, slice(count)), 8, world)
         assert found.checkpointing == on
         assert ("forward" in vars(encoder.model.layers[0])) == on
         assert dataclasses.replace(found, chunk_sizes=(2, 2)).halve().checkpointing == on

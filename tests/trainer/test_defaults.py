@@ -8,7 +8,7 @@ import torch
 import runs
 from megabatch.world import World
 from megabatch_train import settings
-from megabatch_train.trainer.build import fast_products
+from megabatch_train.trainer.build import allow_tf32
 from megabatch_train.trainer.config import TrainConfig, reader_count
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -39,7 +39,7 @@ def test_readers(monkeypatch, device, cores, ranks, found):
     ("device", "precision", "inside"), [(CPU, "bf16", "highest"), (CUDA, "bf16", "high"), (CUDA, "fp32", "highest")]
 )
 def test_float32_products_on_cuda_are_tf32_beside_half_precision(device, precision, inside):
-    with fast_products(precision, device):
+    with allow_tf32(precision, device):
         assert torch.get_float32_matmul_precision() == inside
     assert torch.get_float32_matmul_precision() == "highest"
 

@@ -35,7 +35,7 @@ def test_a_full_disk_keeps_what_was_saved_and_goes_on_until_the_end(tmp_path, ca
     with pytest.raises(CheckpointError, match=r"a checkpoint could not be written in .*: the disk is full"):
         made.fit()
     assert made.step == 7
-    assert caplog.text.count("the disk is full; training goes on") == 1
+    assert caplog.text.count("the disk is full. Training continues") == 1
     # The weights take less room than a checkpoint. They are there, evaluated, and the message is true.
     assert (tmp_path / "model.safetensors").exists()
     assert "evaluation" in results.read(tmp_path / "metrics.jsonl")[-1]
@@ -95,7 +95,7 @@ def test_the_model_is_worth_more_than_old_checkpoints(tmp_path, caplog, monkeypa
     runs.trainer(tmp_path, {"checkpoint": {"every": 2, "keep": 4}}).fit()
     assert models.read_step(tmp_path) == 7
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000006", "step_00000007"]
-    assert caplog.text.count("the disk has no space for the model; the oldest checkpoint") == 2
+    assert caplog.text.count("the disk has no space for the model, so the oldest checkpoint") == 2
 
 
 def test_old_checkpoints_stay_if_the_model_would_not_fit_without_them(tmp_path, monkeypatch):
@@ -167,7 +167,7 @@ def test_the_oldest_checkpoint_makes_room_for_the_next(tmp_path, caplog, monkeyp
     assert names[-1] == "step_00000006"
     assert 1 < len(names) < 4
     assert "could not be written" not in caplog.text
-    assert "the disk has no space for another checkpoint; the oldest checkpoint, " in caplog.text
+    assert "the disk has no space for another checkpoint, so the oldest checkpoint, " in caplog.text
 
 
 def used(folder):
@@ -203,7 +203,7 @@ def test_checkpoints_that_cannot_be_written_are_named_once_until_they_can(tmp_pa
     saved = sorted(int(path.name[-1]) for path in (tmp_path / "checkpoints").iterdir())
     assert saved == [1, 4, 6, 7]
     told = [line.split(":")[0] for line in caplog.messages if "checkpoint" in line]
-    again = "checkpoints are written again"
+    again = "checkpoints can be written again"
     failed = f"a checkpoint could not be written in {tmp_path / 'checkpoints'}"
     assert told == [failed, again, failed, again]
 

@@ -9,7 +9,7 @@ from megabatch.world import World
 from megabatch_train.machine import ran_out_of_memory
 from megabatch_train.trainer import build, step
 from megabatch_train.trainer.config import MemoryConfig
-from megabatch_train.trainer.step import Fit, largest_chunk, what_fits
+from megabatch_train.trainer.step import Fit, choose_fit, largest_chunk
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,14 @@ def test_what_a_run_is_given(monkeypatch):
 
     monkeypatch.setattr(step, "free_memory", lambda device: 10**9)
     world = World(torch.device("cpu"))
-    found = what_fits(MemoryConfig(graphs=0.5), "auto", modules, samples, 1000, world)
+    found = choose_fit(MemoryConfig(graphs=0.5), "auto", modules, samples, 1000, world)
     assert found.chunk_sizes == (step.ON_CPU, step.ON_CPU)
     parameters = sum(p.numel() * 8 for module in modules for p in module.parameters())
     assert found.graph_bytes == int(0.5 * (10**9 - 3 * parameters - 4 * 2 * 1000 * runs.EMBEDDING * 4))
-    assert what_fits(MemoryConfig(), "auto", modules, samples, 9, world).chunk_sizes == (9, 9)
-    assert what_fits(MemoryConfig(graphs=0), 5, modules, samples, 9, world) == Fit((5, 5), 0)
+    assert choose_fit(MemoryConfig(), "auto", modules, samples, 9, world).chunk_sizes == (9, 9)
+    assert choose_fit(MemoryConfig(graphs=0), 5, modules, samples, 9, world) == Fit((5, 5), 0)
     monkeypatch.setattr(step, "free_memory", lambda device: 10)
-    assert what_fits(MemoryConfig(), 5, modules, samples, 9, world).graph_bytes == 0
+    assert choose_fit(MemoryConfig(), 5, modules, samples, 9, world).graph_bytes == 0
     assert Fit((5, 1), 100).halve() == Fit((2, 1), 50)
 
 
@@ -64,7 +64,7 @@ def test_towers_that_are_looked_at_keep_their_statistics():
     before = {name: value.clone() for name, value in tower.state_dict().items()}
     states = torch.get_rng_state()
     samples = torch.randn(3, runs.WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    what_fits(MemoryConfig(), 4, [tower, tower], lambda side, count: samples[:count], 9, World(torch.device("cpu")))
+    choose_fit(MemoryConfig(), 4, [tower, tower], lambda side, count: samples[:count], 9, World(torch.device("cpu")))
     assert torch.equal(torch.get_rng_state(), states)
     assert not build._has_unused(tower, [samples], torch.device("cpu"))
     tower.unused = nn.Parameter(torch.zeros(1))

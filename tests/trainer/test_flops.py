@@ -38,7 +38,7 @@ def test_a_step_counts_three_passes_of_a_trained_tower(tmp_path, monkeypatch, lo
 
 
 def test_no_share_on_a_cpu(tmp_path):
-    assert build.Utilisation([], [], "fp32", World(torch.device("cpu"))).numbers(1, 1.0) == {}
+    assert build.Utilization([], [], "fp32", World(torch.device("cpu"))).numbers(1, 1.0) == {}
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_peaks_by_the_names_of_drivers(name, half):
 def test_texts_are_counted_without_their_padding():
     tower = Tower(nn.Linear(2, 2), "text", print, list, lengths=lambda inputs: (inputs["mask"] > 0).sum(1))
     mask = torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]])
-    cut = build.of_mean_length(tower, {"tokens": torch.zeros(2, 8, 3), "mask": mask, "ids": torch.arange(2)})
+    cut = build.trim_to_mean_length(tower, {"tokens": torch.zeros(2, 8, 3), "mask": mask, "ids": torch.arange(2)})
     assert [tuple(tensor.shape) for tensor in cut.values()] == [(2, 4, 3), (2, 4), (2,)]
     whole = Tower(nn.Linear(2, 2), "text", print, list)
-    assert build.of_mean_length(whole, mask) is mask
+    assert build.trim_to_mean_length(whole, mask) is mask
 
 
 class Pool(nn.Module):

@@ -12,7 +12,7 @@ import pytest
 
 import runs
 from helpers import PATIENCE
-from megabatch_train.trainer.run import NAME, LockedError, lock_folder
+from megabatch_train.trainer.run import LOCK_FILE, LockedError, lock_folder
 
 HOLDS = """
 import sys, time
@@ -40,11 +40,11 @@ def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path, holder):
         lock_folder(tmp_path / "run"),
     ):
         pytest.fail("two writers")
-    assert (tmp_path / "run" / NAME).exists()
+    assert (tmp_path / "run" / LOCK_FILE).exists()
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait(PATIENCE)
     with lock_folder(tmp_path / "run"):
-        assert f'"process": {os.getpid()}' in (tmp_path / "run" / NAME).read_text()
+        assert f'"process": {os.getpid()}' in (tmp_path / "run" / LOCK_FILE).read_text()
 
 
 @pytest.mark.thorough
@@ -62,12 +62,12 @@ def test_the_holder_may_ask_again_and_still_holds_it(tmp_path):
 
     with lock_folder(tmp_path):
         runs.trainer(tmp_path, {"steps": 1}).fit()
-        assert (tmp_path / NAME).exists()
+        assert (tmp_path / LOCK_FILE).exists()
         told = subprocess.run([sys.executable, "-c", HOLDS, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE)
         assert "LockedError" in told.stderr
         with ThreadPoolExecutor(1) as threads:
             assert threads.submit(another).result()
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / LOCK_FILE).exists()
 
 
 def test_nothing_is_left_of_a_lock(tmp_path):
@@ -85,6 +85,6 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with lock_folder(tmp_path / "run"):
-        assert f'"process": {os.getpid()}' in (tmp_path / "run" / NAME).read_text()
-    assert f"cannot be locked ({os.strerror(errno.ENOLCK)}); no other run may write there" in caplog.text
+        assert f'"process": {os.getpid()}' in (tmp_path / "run" / LOCK_FILE).read_text()
+    assert f"cannot be locked ({os.strerror(errno.ENOLCK)}). Make sure that no other run writes to it" in caplog.text
     assert not (tmp_path / "run").exists()

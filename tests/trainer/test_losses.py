@@ -29,7 +29,7 @@ ROWS = [
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "_observers", lambda args: [MetricsFile()])
+    monkeypatch.setattr(train, "_list_observers", lambda args: [MetricsFile()])
     (tmp_path / "hard.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     (tmp_path / "pairs.jsonl").write_text(
         "\n".join(json.dumps({k: v for k, v in row.items() if k != "negative"}) for row in ROWS)
@@ -103,7 +103,7 @@ def test_matryoshka_trains_the_full_dimension_too(caplog):
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
     loss.backward()
     assert x.grad[:, 4:].abs().min() > 0
-    assert caplog.text.count(f"loss.widths [4] do not include the full dimension {x.shape[1]}, which is trained too") == 1
+    assert caplog.text.count(f"loss.widths [4] do not contain the full dim {x.shape[1]}, so the full dim is trained, too") == 1
 
 
 def test_unreadable_pairs_go_with_their_negatives_labels_and_teacher():
@@ -203,8 +203,11 @@ def test_a_taught_run_that_resumes_ends_with_the_same_bits(place, flags):
             ["--data", "hard.jsonl", "--loss", "info_nce", "--set", "freeze=second"],
             "hard negatives … frozen … keep_frozen=false",
         ),
-        (["--data", "hard.jsonl"], "the data has hard negatives in the column negative, and the loss clip uses none"),
-        (["--data", "hard.jsonl", "--loss", "info_nce", "--set", "loss.guide=x"], "a guide is for pairs alone"),
+        (["--data", "hard.jsonl"], "the data has hard negatives in the column negative, but the loss clip cannot use them"),
+        (
+            ["--data", "hard.jsonl", "--loss", "info_nce", "--set", "loss.guide=x"],
+            "a loss with a guide (loss.guide) cannot use them",
+        ),
         (["--loss", "matryoshka"], "loss.widths must be given for the loss 'matryoshka'"),
         (["--set", "loss.widths=[4]"], "loss.widths is for the losses matryoshka, got loss.name = 'clip'"),
         (["--set", "loss.bias=-5"], "loss.bias is for the losses siglip, got loss.name = 'clip'"),

@@ -25,7 +25,7 @@ def photos(tmp_path, monkeypatch):
     lines.append(json.dumps({"image": "missing.png", "caption": "nothing"}))
     (tmp_path / "photos.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "_observers", lambda args: [MetricsFile()])
+    monkeypatch.setattr(train, "_list_observers", lambda args: [MetricsFile()])
     return tmp_path
 
 

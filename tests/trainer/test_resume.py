@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import runs
-from megabatch_train.commands.train import _before
+from megabatch_train.commands.train import _read_old_settings
 from megabatch_train.evaluation import results
 from megabatch_train.trainer.checkpoints import CheckpointError, read_manifest
 from megabatch_train.trainer.config import FIXED, FREE, TrainConfig
@@ -74,7 +74,7 @@ def test_sigterm_saves_first_and_says_how_to_continue(tmp_path):
     numbers = runs.Numbers()
     numbers.signalled_at = 80
     with pytest.raises(
-        StoppedError, match=r"stopped by SIGTERM after step 3 of 7, and saved; .* megabatch train --resume .*run"
+        StoppedError, match=r"stopped by SIGTERM after step 3 of 7\. A checkpoint is saved\. .* megabatch train --resume .*run"
     ):
         runs.trainer(tmp_path / "run", changes, pair=runs.tiny(0.2), data=numbers).fit()
     made = runs.trainer(tmp_path / "run", changes, pair=runs.tiny(0.2))
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, caplog
     assert made.resume()
     assert made.step == 6
     assert "step_00000007 is damaged: " in caplog.text
-    assert "step_00000007 is now called abandoned_step_00000007" in caplog.text
+    assert "step_00000007 is renamed to abandoned_step_00000007" in caplog.text
     made.fit()
     assert runs.same_bits(runs.weights(made), runs.weights(wanted)) == []
     with pytest.raises(CheckpointError, match="abandoned_step_00000007 is damaged"):
@@ -219,7 +219,7 @@ def test_paths_are_those_of_the_directory_that_the_run_began_in(tmp_path, monkey
         assert runs.trainer(tmp_path / "run", {"steps": 2, **changes}).resume()
     with pytest.raises(ValueError, match=r"data was '.*/here/pairs.csv' and is '.*/there/pairs.csv'"):
         runs.trainer(tmp_path / "run", {"steps": 2, **relative}).resume()
-    assert _before(tmp_path / "run", None)["data"] == absolute["data"]
+    assert _read_old_settings(tmp_path / "run", None)["data"] == absolute["data"]
 
 
 def test_options_of_the_data_are_those_the_run_began_with(tmp_path):
@@ -284,7 +284,7 @@ def test_another_number_of_ranks_continues(pool, tmp_path, caplog):
         torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-9)
     about = json.loads((tmp_path / "checkpoints" / "step_00000007" / "checkpoint.json").read_text())
     assert about["world_size"] == 1
-    assert "step_00000006 is now called abandoned_step_00000006" in caplog.text
+    assert "step_00000006 is renamed to abandoned_step_00000006" in caplog.text
 
 
 def test_checkpoints_by_time(tmp_path, monkeypatch):
@@ -303,8 +303,8 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(
         "megabatch_train.trainer.loop.evaluate", lambda *a, **b: {"text_to_image_R@1": next(found), "mean_rank": 3.0}
     )
-    keep = made._storage.keep_best
-    made._storage.keep_best = lambda result, loss: (
+    keep = made._storage.save_best
+    made._storage.save_best = lambda result, loss: (
         keep(result, loss),
         saved.append(json.loads((tmp_path / "best" / "best.json").read_text())["step"]),
     )
@@ -314,13 +314,13 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch, caplog):
     assert saved == [1, 2, 2, 4, 4]
     assert "the model overfits: the training loss fell from 2 to 1.4, but the best evaluation was after step 4" in caplog.text
     assert "with text_to_image_R@1 = 0.6; at the end it is 0.1" in caplog.text
-    assert f"{tmp_path / 'best'} holds the weights of step 4; eval, search and export take that folder" in caplog.text
+    assert f"{tmp_path / 'best'} has the weights of step 4. Pass this folder to eval, search or export" in caplog.text
     assert json.loads((tmp_path / "best" / "best.json").read_text())["value"] == 0.6
     assert (tmp_path / "best" / "model.safetensors").exists()
     # A run that goes back forgets what came later.
     again = runs.trainer(tmp_path, {"steps": 5, "evaluate_every": 1}, validation=runs.Numbers(samples=20))
     again.run.step = 2
-    again._storage.keep_best({"text_to_image_R@1": 0.3})
+    again._storage.save_best({"text_to_image_R@1": 0.3})
     assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 2
 
 
@@ -332,9 +332,9 @@ def test_the_end_of_a_run_names_the_best_evaluation(tmp_path, caplog, value, los
     caplog.set_level("INFO")
     made = runs.trainer(tmp_path, {"evaluate_every": 1}, validation=runs.Numbers(samples=20))
     for made.run.step, result, before in ((1, 0.5, 2.0), (2, value, loss)):
-        made._storage.keep_best({"text_to_image_R@1": result}, before)
+        made._storage.save_best({"text_to_image_R@1": result}, before)
     caplog.clear()
-    made._storage.name_best({"text_to_image_R@1": value}, loss)
+    made._storage.log_best({"text_to_image_R@1": value}, loss)
     assert [record.levelname for record in caplog.records] == [told] * (told is not None)
     assert told is None or "the best evaluation was after step 1" in caplog.text
 
@@ -364,7 +364,7 @@ def test_a_rank_is_better_if_it_is_lower_and_none_keeps_nothing(tmp_path):
     changes = {"evaluate_every": 3, "checkpoint": {"best": metric}}
     made = runs.trainer(tmp_path, changes, validation=runs.Numbers(samples=20))
     for made.run.step, value in ((1, 3.0), (2, 5.0), (3, 2.0)):
-        made._storage.keep_best({metric: value})
+        made._storage.save_best({metric: value})
     assert json.loads((tmp_path / "best" / "best.json").read_text()) == {"step": 3, "metric": metric, "value": 2.0}
     changes = {"evaluate_every": 3, "checkpoint": {"best": "none"}}
     runs.trainer(tmp_path / "none", changes, validation=runs.Numbers(samples=20)).fit()

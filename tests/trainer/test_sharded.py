@@ -33,7 +33,7 @@ def test_safetensors_reads_what_is_written(tmp_path):
         assert set(found) == set(made)
         assert all(found[name].dtype == made[name].dtype and torch.equal(found[name], made[name]) for name in made)
     (tmp_path / "x.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(ValueError, match=r"x\.safetensors must be a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"x\.safetensors must be a complete safetensors file"):
         sharded.read_tensors(tmp_path / "x.safetensors")
 
 
@@ -45,7 +45,7 @@ def test_a_checkpoint_in_one_file_of_an_earlier_version_is_resumed_and_not_evalu
     state = torch.load(folder / "state.pt")
     (folder / "weights.safetensors").unlink()
     torch.save({"model": model, "average": average, **state}, folder / "state.pt")
-    with pytest.raises(ValueError, match=r"must have a weights\.safetensors, got one of an earlier version"):
+    with pytest.raises(ValueError, match=r"must have a weights\.safetensors, got a checkpoint of an older version"):
         read_weights(folder)
     again = runs.trainer(tmp_path / "again", {"steps": 2})
     sign(folder)
@@ -124,7 +124,7 @@ def test_commands_that_read_a_model_unpickle_nothing(hostile, place, capsys, mon
 def test_a_pickled_manifest_is_named_and_not_read(hostile):
     run, mark = hostile
     with pytest.raises(
-        ValueError, match=r"must have a manifest\.json, got one of an earlier version with a pickle \(\.metadata"
+        ValueError, match=r"must have a manifest\.json, got a checkpoint of an older version with a pickle \(\.metadata"
     ):
         load_checkpoint(run)
     assert not mark.exists()

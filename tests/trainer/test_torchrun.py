@@ -67,7 +67,7 @@ def test_the_command_line_trains_as_one_and_continues(folder):
     for name in one:  # float32, six steps
         torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
     told = started(folder, TORCHRUN, "--resume", "two", "--set", "steps=8")
-    assert "continues after step 6" in told
+    assert "continuing after step 6" in told
     assert settings.read(folder / "two" / "config.toml")["steps"] == 8
 
 

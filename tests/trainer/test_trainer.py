@@ -211,7 +211,7 @@ def test_what_cannot_be_read_is_named_once_and_counted(tmp_path, caplog):
     caplog.clear()
     runs.trainer(tmp_path / "many", {"steps": 4}, data=runs.Numbers(range(0, runs.SAMPLES, 3))).fit()
     assert caplog.text.count("skipped: ") == caplog.text.count("is damaged") == 5
-    assert "further unreadable samples are counted, not named" in caplog.text
+    assert "further unreadable samples are counted, but not named" in caplog.text
     caplog.clear()
     runs.trainer(tmp_path / "none").fit()
     assert "could not be read" not in caplog.text
@@ -226,7 +226,7 @@ def test_a_later_batch_of_which_nothing_can_be_read_changes_nothing(tmp_path, ca
     alone.steps = 1
     alone.fit()
     assert runs.same_bits(runs.weights(made), runs.weights(alone)) == []
-    assert "step 2 changes nothing: none of its pairs could be read" in caplog.text
+    assert "step 2 changes nothing, because none of its pairs could be read" in caplog.text
     assert memory.records[-1]["pairs"] == 12
 
 
@@ -247,7 +247,7 @@ def test_ranks_stop_together_if_they_can_hardly_read(pool, tmp_path):
 
 
 def test_settings_that_would_have_no_effect_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="evaluate_every must be 0 without data to evaluate on"):
+    with pytest.raises(ValueError, match="evaluate_every must be 0 without validation data"):
         runs.trainer(tmp_path, {"evaluate_every": 3})
 
 
@@ -310,7 +310,7 @@ def test_memory_that_runs_out_halves_the_chunks_and_does_the_step_again(tmp_path
     narrow.register_forward_pre_hook(limited)
     made.fit()
     wanted.fit()
-    assert "the step is done again with chunks of (4, 4) samples" in caplog.text
+    assert "the step is repeated with chunks of (4, 4) samples" in caplog.text
     assert runs.same_bits(runs.weights(made), runs.weights(wanted)) == []
 
     def nothing_left(module, inputs):
@@ -318,7 +318,7 @@ def test_memory_that_runs_out_halves_the_chunks_and_does_the_step_again(tmp_path
 
     narrow.register_forward_pre_hook(nothing_left)
     made.run.step = 0
-    with pytest.raises(MemoryError, match=r"memory ran out with chunks of \(1, 1\) samples; continue with a smaller"):
+    with pytest.raises(MemoryError, match=r"memory ran out with chunks of \(1, 1\) samples\. Continue with a smaller"):
         made.fit()
 
 
@@ -327,7 +327,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_does_harm(tmp_path):
     with torch.no_grad():
         made.objective.log_scale.fill_(math.nan)
     before = runs.weights(made)
-    with pytest.raises(FloatingPointError, match=r"the loss of step 1 is nan; the weights are as they were before it"):
+    with pytest.raises(FloatingPointError, match=r"the loss of step 1 is nan\. This step has not changed the weights"):
         made.fit()
     assert runs.same_bits(runs.weights(made), before) == ["loss.log_scale"]  # NaN is not equal to itself
 
@@ -337,7 +337,7 @@ def test_gradients_that_are_no_numbers_end_the_run_before_they_do_harm(tmp_path)
     made = runs.trainer(tmp_path)
     made.pair.first.module.head.weight.register_hook(lambda gradient: gradient * math.inf)
     before = runs.weights(made)
-    with pytest.raises(FloatingPointError, match=r"the gradient norm of step 1 is (nan|inf); the weights are as they were"):
+    with pytest.raises(FloatingPointError, match=r"the gradient norm of step 1 is (nan|inf)\. This step has not changed"):
         made.fit()
     assert runs.same_bits(runs.weights(made), before) == []
 
@@ -404,8 +404,8 @@ def test_an_observer_that_cannot_write_does_not_end_the_run_and_is_named_once_un
     made.fit()
     assert made.step == 7
     told = [line for line in caplog.messages if line.startswith("Full")]
-    assert told[::2] == ["Full could not write, and the run goes on: [Errno 28] No space left on device"] * 2
-    assert told[1::2] == ["Full writes again"] * 2
+    assert told[::2] == ["Full could not write, but the run continues: [Errno 28] No space left on device"] * 2
+    assert told[1::2] == ["Full can write again"] * 2
 
 
 @pytest.mark.parametrize("until", [5, 8])
@@ -421,10 +421,10 @@ def test_metrics_of_a_full_disk_wait_until_there_is_room(tmp_path, caplog, monke
     monkeypatch.setattr(results, "append", full)
     made.fit()
     steps = [line["step"] for line in results.read(tmp_path / "metrics.jsonl")]
-    assert caplog.text.count("MetricsFile could not write, and the run goes on") == 1
+    assert caplog.text.count("MetricsFile could not write, but the run continues") == 1
     if until == 5:
         assert steps == [1, 2, 3, 4, 5, 6, 7]
-        assert caplog.messages[-1] == "MetricsFile writes again"
+        assert caplog.messages[-1] == "MetricsFile can write again"
     else:
         assert steps == [1, 2]
         assert "No space left on device; 5 lines are missing at the end" in caplog.messages[-1]
@@ -435,7 +435,7 @@ def test_an_observer_that_cannot_begin_is_told_nothing_more(tmp_path, caplog):
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
     made = runs.trainer(tmp_path, observers=[TensorBoardLog(), memory := runs.Memory()])
     made.fit()
-    assert caplog.text.count("TensorBoardLog could not write, and the run goes on") == 1
+    assert caplog.text.count("TensorBoardLog could not write, but the run continues") == 1
     assert len(memory.records) == 7
 
 
@@ -454,8 +454,8 @@ def test_a_lost_rank_is_a_sentence_with_the_step():
     ):
         raise RuntimeError(gloo)
     assert str(error.value) == (
-        "rank 0 of 2 lost another rank in step 3 of 7; there is no checkpoint to resume from. Messages of that rank say why it "
-        "ended. Here: Connection closed by peer [127.0.0.1]:27525"
+        "rank 0 of 2 lost another rank in step 3 of 7; there is no checkpoint to resume from. The messages of that rank "
+        "contain the reason. The error on this rank: Connection closed by peer [127.0.0.1]:27525"
     )
     with pytest.raises(RuntimeError, match="another fault"), world.explain_errors(lambda: ""):
         raise RuntimeError("another fault")

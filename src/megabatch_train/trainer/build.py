@@ -1,4 +1,4 @@
-"""Builds what a run trains: frozen sides, precision, DDP and FSDP2, averaged weights, loss and optimizer. Counts FLOPs."""
+"""Builds towers, loss and optimizer of a run, with frozen sides, autocast, DDP, FSDP2 and averaged weights. Counts FLOPs."""
 
 import dataclasses
 import logging
@@ -31,42 +31,42 @@ from megabatch_train.trainer.config import OptimizerConfig, TrainConfig, scale_r
 from megabatch_train.trainer.loss import Objective
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Locked-image tuning (LiT): one side of a trained model is frozen, and the other learns to match it.
+# Locked-image tuning (LiT): one side of a trained model is frozen, and the other side learns to match it.
 
 LOG = logging.getLogger("megabatch")
 
 
 def freeze(pair: Pair, side: int, samples: Sequence[Any]) -> None:
-    """Freezes one side, and puts it into evaluation mode.
+    """Freezes one side, and sets it to evaluation mode.
 
     Args:
-        pair: the towers, which may be one module with parts for each side.
+        pair: the towers. Both can be the same module, which then has parts for each side.
         side: 0 or 1.
-        samples: inputs of a few samples of each side; they show which parts of a common module each side uses.
+        samples: inputs of a few samples of each side. They show which parts of a common module each side uses.
     """
     tower, other = pair.towers[side], pair.towers[1 - side]
     if tower.module is other.module:
-        mine, theirs = (_find_used(tower.module, samples[number]) for number in (side, 1 - side))
-        if mine & theirs:
+        frozen_ids, other_ids = (_find_used(tower.module, samples[number]) for number in (side, 1 - side))
+        if frozen_ids & other_ids:
             raise ValueError(
                 f'freeze must be "none" for {pair.name or "this model"}, because its two sides share parameters, got '
                 f"{SIDES[side]!r}"
             )
     else:
-        mine = {id(parameter) for parameter in tower.module.parameters()}
+        frozen_ids = {id(parameter) for parameter in tower.module.parameters()}
     for parameter in tower.module.parameters():
-        if id(parameter) in mine:
+        if id(parameter) in frozen_ids:
             parameter.requires_grad_(False)
     _set_evaluation_mode(tower.module)
 
 
 def warn_of_random_weights(pair: Pair, side: int) -> None:
-    """Logs a warning if the side that is frozen has random weights, because the other side can only learn noise from it."""
+    """Logs a warning if the frozen side has random weights, because the other side can only learn noise from it."""
     if not pair.name or names.has_weights(pair.name):
         return
     LOG.warning(
-        "freeze = %r keeps a tower with random weights, which never learns, so recall stays low: %s has no trained weights. "
-        'Name weights, as in open_clip:ViT-B-32@laion2b_s34b_b79k or hf:IMAGES+TEXTS, or set freeze = "none"',
+        "freeze = %r freezes a tower with random weights, because %s has no trained weights. This tower never learns, so "
+        'recall stays low. Name weights, as in open_clip:ViT-B-32@laion2b_s34b_b79k or hf:IMAGES+TEXTS, or set freeze = "none"',
         SIDES[side],
         pair.name,
     )
@@ -75,14 +75,17 @@ def warn_of_random_weights(pair: Pair, side: int) -> None:
 def _find_used(module: nn.Module, inputs: Any) -> set[int]:
     device = next(module.parameters()).device
     with torch.enable_grad(), batchnorm.keep_running_statistics(batchnorm.layers([module])):
-        found = parameters_in([call(module, map_rows(lambda tensor: tensor.to(device), inputs))])
-    if found is None:
-        raise ValueError("freeze does not work with reentrant activation checkpointing, which hides the parameters of a side")
-    return found
+        used_ids = parameters_in([call(module, map_rows(lambda tensor: tensor.to(device), inputs))])
+    if used_ids is None:
+        raise ValueError(
+            "freeze does not work with reentrant activation checkpointing, which hides the parameters of a side. Use "
+            'checkpointing with use_reentrant=False, or set freeze = "none"'
+        )
+    return used_ids
 
 
 def _set_evaluation_mode(module: nn.Module) -> None:
-    """Puts every part without trained parameters into evaluation mode."""
+    """Sets every part without trained parameters to evaluation mode."""
     parameters = list(module.parameters())
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         module.eval()
@@ -92,32 +95,33 @@ def _set_evaluation_mode(module: nn.Module) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Numeric types of a run: autocast, the gradient scaler of fp16, and TF32 for products that stay in float32.
+# Precision of a run: autocast, the gradient scaler for fp16, and TF32 for matmuls that stay in float32.
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast for "bf16" and "fp16"; nothing for "fp32". Parameters keep their dtype."""
+    """Returns autocast for "bf16" and "fp16", and an empty context for "fp32". Parameters keep their dtype."""
     if precision not in AUTOCAST_TYPES:
         return nullcontext()
     return torch.autocast(device.type, dtype=AUTOCAST_TYPES[precision])
 
 
 def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
-    """A scaler for fp16, whose range is too small for gradients; None for other types."""
+    """Returns a gradient scaler for fp16, whose range is too small for gradients, and None for other precisions."""
     return torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
 
 @contextmanager
-def fast_products(precision: str, device: torch.device) -> Iterator[None]:
-    """Lets CUDA compute products that autocast leaves in float32 in TF32, and restores the setting afterwards.
+def allow_tf32(precision: str, device: torch.device) -> Iterator[None]:
+    """Lets CUDA use TF32 for matmuls that autocast leaves in float32, and restores PyTorch's setting afterwards.
 
-    With "fp32" nothing changes: towers and loss are float32 as PyTorch is set. The loss under autocast has autocast's type.
+    With "fp32" this function changes nothing, and PyTorch's setting decides whether towers and loss use TF32. Under autocast,
+    the matmuls of the loss have the dtype of autocast.
     """
     before = None
     if device.type == "cuda" and precision in AUTOCAST_TYPES:
-        with suppress(RuntimeError):  # raised once PyTorch's newer settings are in use, which are then left as they are
+        with suppress(RuntimeError):  # raised if the program uses PyTorch's newer settings, which are then not changed
             before = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("high")
     try:
@@ -128,56 +132,56 @@ def fast_products(precision: str, device: torch.device) -> Iterator[None]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Towers on several ranks: DDP replicates them, FSDP2 shards them.
+# Towers on several ranks: DDP replicates them, and FSDP2 shards them.
 
 
 FSDP = "fsdp"
 
 
-def distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Each module once: both sides of a model may share one."""
+def unique_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns each module once, because both sides of a model can share a module."""
     return list({id(module): module for module in modules}.values())
 
 
 def wrap(
-    modules: Sequence[nn.Module], samples: Sequence[Any], world: World, how: str, *, offload: bool = False
+    modules: Sequence[nn.Module], samples: Sequence[Any], world: World, parallel: str, *, offload: bool = False
 ) -> list[nn.Module]:
-    """The modules wrapped for training, in the same order.
+    """Returns the modules wrapped for training, in the same order.
 
     Args:
-        modules: of the two sides, on their device. FSDP2 changes them in place, DDP makes a wrapper.
+        modules: the modules of the two sides, on their device. FSDP2 changes them in place, and DDP makes a wrapper.
         samples: inputs of a few samples of each side, to find unused parameters.
-        world: the ranks; one rank needs no wrapper.
-        how: "ddp" or "fsdp".
-        offload: whether FSDP2 keeps weights, gradients and so the optimizer's state in host memory.
+        world: the ranks. One rank needs no wrapper.
+        parallel: "ddp" or "fsdp".
+        offload: whether FSDP2 keeps weights and gradients, and therefore the optimizer state, in host memory.
     """
-    if offload and (how != FSDP or world.size == 1):
-        got = f"one rank with parallel = {how!r}" if world.size == 1 else f"parallel = {how!r}"
-        raise ValueError(f'memory.offload needs parallel = "fsdp" on several ranks (torchrun), got {got}')
-    made: dict[int, nn.Module] = {}
-    for module in distinct(modules):
-        learns = any(parameter.requires_grad for parameter in module.parameters())
-        if world.size == 1 or not learns:  # frozen: no gradients to reduce
-            made[id(module)] = module
-        elif how == FSDP:
-            made[id(module)] = _shard(module, world, offload)
+    if offload and (parallel != FSDP or world.size == 1):
+        setting = f"one rank with parallel = {parallel!r}" if world.size == 1 else f"parallel = {parallel!r}"
+        raise ValueError(f'memory.offload needs parallel = "fsdp" on several ranks (torchrun), got {setting}')
+    replacements: dict[int, nn.Module] = {}  # by the id of the module
+    for module in unique_modules(modules):
+        is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        if world.size == 1 or not is_trained:  # a frozen module has no gradients to reduce
+            replacements[id(module)] = module
+        elif parallel == FSDP:
+            replacements[id(module)] = _shard(module, world, offload)
         else:
             inputs = [sample for side, sample in zip(modules, samples, strict=True) if side is module]
-            made[id(module)] = DistributedDataParallel(
+            replacements[id(module)] = DistributedDataParallel(
                 module,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
                 process_group=world.group,
                 find_unused_parameters=_has_unused(module, inputs, world.device),
             )
-    return [made[id(module)] for module in modules]
+    return [replacements[id(module)] for module in modules]
 
 
 def _shard(module: nn.Module, world: World, offload: bool) -> nn.Module:
-    """Shards in place: each layer of a `ModuleList` by itself, so that one is gathered at a time, then the rest."""
+    """Shards a module in place. Each layer of a `ModuleList` is sharded separately, so that one layer is gathered at a time."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    how: Any = {
+    options: Any = {
         "mesh": DeviceMesh.from_group(world.group, world.device.type),
         "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy(),
     }
@@ -185,22 +189,22 @@ def _shard(module: nn.Module, world: World, offload: bool) -> nn.Module:
         if isinstance(part, nn.ModuleList):
             for layer in part:
                 if any(True for _ in layer.parameters()) and not isinstance(layer, nn.ModuleList):
-                    fully_shard(layer, **how)
-    fully_shard(module, **how)
+                    fully_shard(layer, **options)
+    fully_shard(module, **options)
     return module
 
 
 def _has_unused(module: nn.Module, inputs: Sequence[Any], device: torch.device) -> bool:
-    """Whether a parameter never gets a gradient, such as a pooler of transformers; DDP would wait for it."""
+    """Returns whether a parameter never gets a gradient, such as a pooler of transformers. DDP would wait for its gradient."""
     with torch.enable_grad(), batchnorm.keep_running_statistics(batchnorm.layers([module])):
         outputs = [call(module, map_rows(lambda tensor: tensor.to(device), chunk)) for chunk in inputs]
-    reached = parameters_in([as_encoded(output, type(module).__name__).embeddings for output in outputs])
-    return reached is None or any(p.requires_grad and id(p) not in reached for p in module.parameters())
+    used_ids = parameters_in([as_encoded(output, type(module).__name__).embeddings for output in outputs])
+    return used_ids is None or any(p.requires_grad and id(p) not in used_ids for p in module.parameters())
 
 
 @contextmanager
-def whole(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Gathers sharded parameters on every rank, so that ranks may encode a different number of chunks."""
+def gather_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Gathers sharded parameters on every rank, so that ranks can encode different numbers of chunks."""
     roots: list[Any] = [m for m in find_distributed_modules(modules) if not isinstance(m, DistributedDataParallel)]
     if not roots:
         yield
@@ -216,160 +220,168 @@ def whole(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for part in parts:
             part.reshard()
-            # The default of FSDP2: a root stays gathered between its forward and its backward pass.
+            # This is the default of FSDP2: a root stays gathered between its forward and its backward pass.
             part.set_reshard_after_forward(part not in roots, recurse=False)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizers and their parameter groups.
 
-MOMENTS = {"adamw": 2.0, "lion": 1.0, "adafactor": 0.5}  # bytes of an optimizer's state for each byte of a parameter, about
-SHORTEST_FACTORED = 32  # AdaFactor stores the whole second moment of matrices with a shorter dimension
-OLDEST_TIMM = (1, 0, 29)  # earlier versions average AdaFactor's second moment over the wrong dimension of some matrices
+MOMENTS = {"adamw": 2.0, "lion": 1.0, "adafactor": 0.5}  # approximate bytes of optimizer state per byte of a parameter
+SHORTEST_FACTORED = 32  # AdaFactor stores the full second moment of a matrix if one of its dimensions is shorter
+OLDEST_TIMM = (1, 0, 29)  # older versions average AdaFactor's second moment over the wrong dimension of some matrices
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, _NormBase)
 
 
 def parameter_groups(towers: Iterable[nn.Module], loss: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Three parameter groups: matrices, with weight decay; norms and biases, without; and the parameters of the loss.
+    """Returns three parameter groups: matrices with weight decay, norms and biases without it, and the loss without it.
 
-    The last is a group of its own because FSDP2 shards the others and not these.
+    The parameters of the loss are a separate group, because FSDP2 does not shard them.
     """
-    decaying: dict[int, nn.Parameter] = {}
-    sparing: dict[int, nn.Parameter] = {}
+    with_decay: dict[int, nn.Parameter] = {}
+    without_decay: dict[int, nn.Parameter] = {}
     for tower in towers:
         for module in tower.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                spared = parameter.dim() < 2 or name.endswith("bias") or isinstance(module, _NORMS)
+                is_exempt = parameter.dim() < 2 or name.endswith("bias") or isinstance(module, _NORMS)
                 if parameter.requires_grad:
-                    (sparing if spared else decaying)[id(parameter)] = parameter
-    of_loss = [parameter for parameter in loss.parameters() if parameter.requires_grad]
+                    (without_decay if is_exempt else with_decay)[id(parameter)] = parameter
+    loss_parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     groups = [
-        {"params": list(decaying.values()), "weight_decay": weight_decay},
-        {"params": list(sparing.values()), "weight_decay": 0.0},
-        {"params": of_loss, "weight_decay": 0.0},
+        {"params": list(with_decay.values()), "weight_decay": weight_decay},
+        {"params": list(without_decay.values()), "weight_decay": 0.0},
+        {"params": loss_parameters, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
 def build_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer of these groups. Its learning rate is set before every step."""
+    """Returns the optimizer of these parameter groups. The trainer sets its learning rate before every step."""
     rate = scale_rate(config, config.reference_batch)
     if config.name == "adafactor":
         return _build_adafactor(groups, rate, config.betas[0])
     if config.name == "lion":
         return _load_timm("Lion").Lion(groups, lr=rate, betas=config.betas)  # type: ignore[no-any-return]
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    # One pass over the weights: 8.4 million of them take 6 ms on one core, and in PyTorch's default form 50.
+    # The fused optimizer passes over the weights once. For 8.4 million weights on one core it takes 6 ms, and PyTorch's
+    # default implementation takes 50 ms.
     fused = devices in ({"cuda"}, {"cpu"})
     return torch.optim.AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, fused=fused or None)
 
 
 def _build_adafactor(groups: list[dict[str, Any]], rate: float, momentum: float) -> torch.optim.Optimizer:
-    """AdaFactor as in "Scaling Vision Transformers" (arXiv 2106.04560): the quality of Adam with a quarter of its memory.
+    """Returns AdaFactor as in "Scaling Vision Transformers" (arXiv 2106.04560).
 
-    The second moment of a matrix is stored as the means of its rows and columns, the first moment in bfloat16. Weight decay is
-    decoupled and times the learning rate, as in AdamW.
+    It has the quality of Adam and a quarter of its memory. The second moment of a matrix is stored as the means of its rows
+    and columns. The first moment is stored in bfloat16. Weight decay is decoupled and multiplied by the learning rate, as in
+    AdamW.
     """
-    made: torch.optim.Optimizer = _load_timm("AdaFactor").AdafactorBigVision(
+    optimizer: torch.optim.Optimizer = _load_timm("AdaFactor").AdafactorBigVision(
         groups, lr=rate, momentum=momentum or None, min_dim_size_to_factor=SHORTEST_FACTORED
     )
-    return made
+    return optimizer
 
 
 def _load_timm(optimizer: str) -> Any:
-    """timm's optimizers."""
+    """Returns the module with timm's optimizers."""
     optimizers = extras.load("timm.optim", purpose=f"The optimizer {optimizer}")
-    found = version("timm")
-    if tuple(map(int, found.split(".")[:3])) < OLDEST_TIMM:
+    timm_version = version("timm")
+    if tuple(map(int, timm_version.split(".")[:3])) < OLDEST_TIMM:
         raise ImportError(
-            f"The optimizer {optimizer} needs timm {'.'.join(map(str, OLDEST_TIMM))} or later, got {found}; "
+            f"The optimizer {optimizer} needs timm {'.'.join(map(str, OLDEST_TIMM))} or later, got {timm_version}; "
             f"{extras.install_command('timm')} installs it"
         )
     return optimizers
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Exponential moving average of the weights (EMA), which often generalises better. It is evaluated and saved in their place.
+# Exponential moving average (EMA) of the weights, which often generalizes better than the live weights. If it is enabled, the
+# averaged weights are evaluated and saved in place of the live weights.
 
 
 class Average:
     """Exponential moving average of parameters and running statistics.
 
     Args:
-        modules: by name. The average of a sharded parameter is sharded in the same way.
-        decay: weight of the old average in each step. In step t it is at most (1 + t) / (10 + t), so that the initial
-            weights are soon forgotten.
+        modules: the modules by name. The average of a sharded parameter is sharded in the same way.
+        decay: the factor of the old average in each step. In step t it is at most (1 + t) / (10 + t), so that the influence of
+            the initial weights ends soon.
     """
 
     def __init__(self, modules: dict[str, nn.Module], decay: float) -> None:
         self._live: dict[str, Tensor] = {}
         for name, module in modules.items():
             self._live |= {f"{name}.{key}": p for key, p in module.named_parameters() if p.requires_grad}
-            # Running statistics are averaged too: those of the live weights belong to other activations, while the mean of a
-            # linear layer's output is linear in its weights. Other buffers are constants and are not averaged.
+            # Running statistics are averaged, too. The live statistics do not fit the averaged weights, which have other
+            # activations. Averaged statistics fit, because the mean of a linear layer's output is linear in its weights.
+            # Other buffers are constants and are not averaged.
             self._live |= {f"{name}.{key}": value for key, value in batchnorm.running_statistics(module).items()}
         self._decay = decay
         self.values: dict[str, Tensor] = {name: value.detach().clone() for name, value in self._live.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Updates the average after step `step`, counted from 1."""
+        """Updates the average after step `step`. The first step is step 1."""
         share = 1 - min(self._decay, (1 + step) / (10 + step))
         averages = [local(self.values[name]) for name in self._live]
-        torch._foreach_lerp_(averages, [local(value.detach()) for value in self._live.values()], share)  # a few launches
+        torch._foreach_lerp_(averages, [local(value.detach()) for value in self._live.values()], share)  # few kernel launches
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Swaps the averages into the modules, and restores the live values afterwards."""
-        kept = {name: value.detach().clone() for name, value in self._live.items()}
-        self._put(self.values)
+    def swap(self) -> Iterator[None]:
+        """Copies the averages into the modules, and restores the live values afterwards."""
+        copies = {name: value.detach().clone() for name, value in self._live.items()}
+        self._assign(self.values)
         try:
             yield
         finally:
-            self._put(kept)
+            self._assign(copies)
 
     @torch.no_grad()
-    def _put(self, values: dict[str, Tensor]) -> None:
+    def _assign(self, values: dict[str, Tensor]) -> None:
         for name, value in self._live.items():
             value.copy_(values[name])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Model FLOPs utilisation (MFU): the share of the GPU's peak rate that a step's necessary operations reach.
+# Model FLOPs utilization (MFU): the share of the GPU's peak rate that the necessary operations of a step reach.
 #
-# Necessary are a forward pass and two products for each of its products in the backward pass: three forward passes of a
-# trained tower, one of a frozen tower. A tower with adapters has two, because its frozen weights need no gradients. The
-# second forward pass of the cached step does not count, because it only saves memory. Padding does not count either: texts
-# have the mean length of a few samples. The loss, a percent of a step or less, is left out.
+# The necessary operations are a forward pass and, for each of its matmuls, two matmuls in the backward pass. So a trained tower
+# counts as three forward passes, and a frozen tower as one. A tower with adapters counts as two, because its frozen weights
+# need no gradients. The second forward pass of gradient caching does not count, because it only saves memory. Padding does not
+# count either, so texts have the mean length of a few samples. The loss is excluded, because it takes at most one percent of a
+# step.
 
-TRAINED, ADAPTED, FROZEN = 3, 2, 1  # forward passes
+TRAINED, ADAPTED, FROZEN = 3, 2, 1  # number of forward passes that cost as much as the necessary operations of a tower
 
 
-class Utilisation:
-    """The share of the peak rate that a step reaches.
+class Utilization:
+    """Computes the share of the peak rate that a step reaches.
 
     Args:
-        towers: of the sides that are encoded in each step, before they are compiled, wrapped or sharded.
-        samples: for each of them a function that reads the inputs of a few samples.
-        precision: of the towers: "bf16", "fp16" or "fp32".
+        towers: the towers that encode samples in each step, before they are compiled, wrapped or sharded.
+        samples: for each tower, a function that reads the inputs of a few samples.
+        precision: the precision of the towers: "bf16", "fp16" or "fp32".
         world: the ranks.
     """
 
     def __init__(self, towers: Sequence[Tower], samples: Sequence[Callable[[], Any]], precision: str, world: World) -> None:
         self._peak = _peak(precision, world.device) * world.size
-        self._flops = 0.0  # of a pair
+        self._flops = 0.0  # necessary operations of one pair
         if self._peak:
             for tower, read in zip(towers, samples, strict=True):
-                inputs = of_mean_length(tower, read())
+                inputs = trim_to_mean_length(tower, read())
                 self._flops += _passes(tower.module) * forward_flops(tower.module, inputs, world.device)
 
     def numbers(self, pairs: int, seconds: float) -> dict[str, float]:
-        """{"mfu": …} of a step; empty on a CPU, and on a GPU whose peak rate is not known."""
+        """Returns {"mfu": …} for a step. It is empty on a CPU, and on a GPU with an unknown peak rate."""
         return {"mfu": pairs * self._flops / seconds / self._peak} if self._peak else {}
 
 
 def _passes(module: nn.Module) -> int:
-    """Forward passes that cost as much as the necessary operations; adapters are few beside frozen weights."""
+    """Returns the number of forward passes that cost as much as the necessary operations of a tower.
+
+    A tower with fewer trained than frozen parameters counts as a tower with adapters.
+    """
     sizes = {True: 0, False: 0}
     for parameter in module.parameters():
         sizes[parameter.requires_grad] += parameter.numel()
@@ -378,8 +390,8 @@ def _passes(module: nn.Module) -> int:
     return TRAINED if sizes[True] >= sizes[False] else ADAPTED
 
 
-def of_mean_length(tower: Tower, inputs: Any) -> Any:
-    """The inputs, texts cut to the mean of their lengths; their number of operations is the mean, nearly."""
+def trim_to_mean_length(tower: Tower, inputs: Any) -> Any:
+    """Returns the inputs, with texts trimmed to their mean length. They then need about the mean number of operations."""
     lengths = None if tower.lengths is None else tower.lengths(inputs)
     if lengths is None:
         return inputs
@@ -388,13 +400,13 @@ def of_mean_length(tower: Tower, inputs: Any) -> Any:
 
 
 def forward_flops(module: nn.Module, inputs: Any, device: torch.device) -> float:
-    """Operations of a forward pass, for one sample."""
-    # As plain products: the counter does not know PyTorch's one operator for a whole layer, nor every attention kernel.
+    """Returns the number of operations of a forward pass for one sample."""
+    # The counter knows neither PyTorch's fused operator for a whole layer nor every attention kernel, so both are disabled.
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    plain, counter = sdpa_kernel(SDPBackend.MATH), FlopCounter()
+    math_attention, counter = sdpa_kernel(SDPBackend.MATH), FlopCounter()
     try:
-        with torch.no_grad(), use_evaluation_mode(module), plain, counter:
+        with torch.no_grad(), use_evaluation_mode(module), math_attention, counter:
             call(module, map_rows(lambda tensor: tensor.to(device), inputs))
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -402,7 +414,7 @@ def forward_flops(module: nn.Module, inputs: Any, device: torch.device) -> float
 
 
 def _peak(precision: str, device: torch.device) -> float:
-    """Operations a second; 0 if not known."""
+    """Returns the peak rate in operations per second, or 0 if it is unknown."""
     rates = peak_rates(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if rates is None:
         return 0.0
@@ -412,67 +424,67 @@ def _peak(precision: str, device: torch.device) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The trained parts of a run, on their device: towers, loss, optimizer, averaged weights and gradient scaler.
+# Towers, loss, optimizer, averaged weights and gradient scaler of a run, on their device.
 
 
-SAMPLES_SHOWN = 2  # to towers, to find their used parameters
-SAMPLES_COUNTED = 64  # whose operations are counted
+SAMPLES_SHOWN = 2  # number of samples that towers encode to find their used parameters
+SAMPLES_COUNTED = 64  # number of samples whose operations are counted
 
 
 @dataclasses.dataclass
 class Trained:
     """Towers, loss and optimizer of a run."""
 
-    pair: Pair  # the towers; their modules are unwrapped
-    called: list[nn.Module]  # modules of the two sides, wrapped in DDP or FSDP2 on several ranks
-    by_name: dict[str, nn.Module]  # modules of towers and loss, unwrapped, each once
+    pair: Pair  # the towers with unwrapped modules
+    wrapped: list[nn.Module]  # modules of the two sides, wrapped in DDP or FSDP2 on several ranks
+    by_name: dict[str, nn.Module]  # unwrapped modules of the towers and the loss, each once
     objective: Objective
     optimizer: torch.optim.Optimizer
     average: Average | None  # exponential moving average of the weights, if config.ema is set
     scaler: torch.amp.GradScaler | None  # for fp16
     compiled: bool
-    utilisation: Utilisation
+    utilization: Utilization
 
     def use_average(self) -> AbstractContextManager[None]:
-        """Swaps the averaged weights into the modules, if there are any."""
-        return nullcontext() if self.average is None else self.average.in_place()
+        """Returns a context in which the modules have the averaged weights, if there are any."""
+        return nullcontext() if self.average is None else self.average.swap()
 
     def with_learned_scale(self) -> Pair:
-        """The towers with the learned scale and bias."""
+        """Returns the towers with the learned scale and bias."""
         numbers = self.objective.numbers()
         bias = numbers.get("bias", self.pair.logit_bias)
         return dataclasses.replace(self.pair, logit_scale=numbers["scale"], logit_bias=bias)
 
 
 def build(config: TrainConfig, pair: Pair, samples: Callable[[int, int], Any], encoded: Sequence[int], world: World) -> Trained:
-    """Moves the towers to the device, freezes, compiles and wraps them, and builds loss and optimizer.
+    """Moves the towers to the device, freezes, compiles and wraps them, and builds the loss and the optimizer.
 
     Args:
-        config: of the run.
-        pair: the towers. Changed in place.
-        samples: (side, count) → inputs of that many samples.
-        encoded: sides that are encoded in each step.
+        config: the settings of the run.
+        pair: the towers, which are changed in place.
+        samples: a function from a side and a number to the inputs of so many samples.
+        encoded: the sides that are encoded in each step.
         world: the ranks.
     """
     if pair.lora is not None:
         store_frozen(pair.modules, AUTOCAST_TYPES.get(config.precision, torch.float32))
     modules = [module.to(world.device) for module in pair.modules]
-    shown = [samples(side, SAMPLES_SHOWN) for side in (0, 1)]
+    few_samples = [samples(side, SAMPLES_SHOWN) for side in (0, 1)]
     if config.freeze != "none":
         if world.rank == 0:
             warn_of_random_weights(pair, SIDES.index(config.freeze))
         with randomness.preserve_generators([world.device]):
-            freeze(pair, SIDES.index(config.freeze), shown)
-    counted = [partial(samples, side, SAMPLES_COUNTED) for side in encoded]
-    utilisation = Utilisation([pair.towers[side] for side in encoded], counted, config.precision, world)
+            freeze(pair, SIDES.index(config.freeze), few_samples)
+    read_samples = [partial(samples, side, SAMPLES_COUNTED) for side in encoded]
+    utilization = Utilization([pair.towers[side] for side in encoded], read_samples, config.precision, world)
     compiled = config.compile == "on" and compile_towers(modules, world)
     with randomness.preserve_generators([world.device]), without_compiler(modules):
-        called = wrap(modules, shown, world, config.parallel, offload=config.memory.offload)
+        wrapped = wrap(modules, few_samples, world, config.parallel, offload=config.memory.offload)
     dtype = torch.float64 if next(modules[0].parameters()).dtype == torch.float64 else torch.float32
     objective = Objective(config.loss, pair.logit_scale, pair.logit_bias, dtype).to(world.device)
-    groups = parameter_groups(distinct(modules), objective, config.optimizer.weight_decay)
+    groups = parameter_groups(unique_modules(modules), objective, config.optimizer.weight_decay)
     optimizer = build_optimizer(config.optimizer, groups)
-    by_name = dict(zip(SIDES, distinct(modules), strict=False)) | {"loss": objective}
+    by_name = dict(zip(SIDES, unique_modules(modules), strict=False)) | {"loss": objective}
     average = Average(by_name, config.ema) if config.ema else None
     scaler = grad_scaler(config.precision, world.device)
-    return Trained(pair, called, by_name, objective, optimizer, average, scaler, compiled, utilisation)
+    return Trained(pair, wrapped, by_name, objective, optimizer, average, scaler, compiled, utilization)

@@ -1,4 +1,4 @@
-"""One checkpoint: its manifest with checksums, its files, and the training state that they store.
+"""Writes and reads one checkpoint: its manifest with checksums, and the files that store the training state.
 
 A checkpoint is a folder such as `step_00000160`. It is written under a temporary name. Its files are flushed to disk, the
 manifest `checkpoint.json` with their sizes and checksums is written last, and then the folder is renamed. Therefore a folder
@@ -34,32 +34,32 @@ from megabatch_train.trainer.build import Average
 LOG = logging.getLogger("megabatch")
 MANIFEST = "checkpoint.json"
 DISK_FULL = "the disk is full"
-_PIECE = 1 << 24  # bytes read at once
+_PIECE = 1 << 24  # number of bytes that are read at once
 _NAME = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read."""
+    """Raised if a checkpoint could not be written or read."""
 
 
-def write(partial: Path, files: Callable[[Path], None]) -> None:
-    """Calls `files` to write files into the folder, and flushes them to disk."""
-    before = set(partial.iterdir())
-    files(partial)
-    for path in set(partial.iterdir()) - before:
+def write(partial: Path, write_files: Callable[[Path], None]) -> None:
+    """Calls `write_files(partial)`, which writes files into the folder, and flushes these files to disk."""
+    old_files = set(partial.iterdir())
+    write_files(partial)
+    for path in set(partial.iterdir()) - old_files:
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
 
-def finish(partial: Path, final: Path, about: dict[str, Any]) -> None:
-    """Writes the manifest with the entries of `about`, and renames the folder from `partial` to `final`."""
-    manifest = {**about, "files": {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(partial.iterdir())}}
+def finish(partial: Path, final: Path, entries: dict[str, Any]) -> None:
+    """Writes the manifest with these entries, and renames the folder from `partial` to `final`."""
+    manifest = {**entries, "files": {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(partial.iterdir())}}
     with (partial / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(partial)
-    if final.exists():  # the same step, repeated
+    if final.exists():  # the run has repeated this step
         final.rename(free_name(final, ".deleted"))
     partial.rename(final)
     _sync_folder(final.parent)
@@ -77,7 +77,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Returns the manifest of an intact checkpoint.
 
     Raises:
-        CheckpointError: a file is missing or differs from its checksum.
+        CheckpointError: if a file is missing or does not match its checksum.
     """
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -85,14 +85,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"the checkpoint {path} is damaged: {MANIFEST} cannot be read: {error}") from error
     for name, (size, check) in files.items():
-        place = path / name
-        if not place.is_file():
+        file = path / name
+        if not file.is_file():
             raise CheckpointError(f"the checkpoint {path} is damaged: {name} is missing")
-        if place.stat().st_size != size:
-            raise CheckpointError(
-                f"the checkpoint {path} is damaged: {name} has {place.stat().st_size} bytes instead of {size}"
-            )
-        if _checksum(place) != check:
+        if file.stat().st_size != size:
+            raise CheckpointError(f"the checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes instead of {size}")
+        if _checksum(file) != check:
             raise CheckpointError(f"the checkpoint {path} is damaged: {name} does not match its checksum")
     return manifest
 
@@ -118,25 +116,25 @@ def step_of(path: Path) -> int:
 
 
 def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the newest intact checkpoint in a folder and its manifest, or None. Logs damaged ones."""
+    """Returns the newest intact checkpoint in a folder and its manifest, or None. Logs a warning for each damaged one."""
     for path in reversed(list_checkpoints(folder)):
         try:
             return path, read_manifest(path)
         except CheckpointError as error:
-            LOG.warning("%s; trying the checkpoint before it", error)
+            LOG.warning("%s. The checkpoint before it is tried next", error)
     return None
 
 
 def free_name(path: Path, prefix: str) -> Path:
-    """Returns `prefix_NAME`, or `prefix_NAME_1` … if that exists."""
+    """Returns the path `prefix_NAME`, or `prefix_NAME_1` and so on if it exists."""
     number = 0
     while (other := path.with_name(f"{prefix}_{path.name}" + (f"_{number}" if number else ""))).exists():
         number += 1
     return other
 
 
-def reason(error: BaseException) -> str:
-    """Returns why something could not be written."""
+def describe_failure(error: BaseException) -> str:
+    """Returns the reason why something could not be written."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -148,12 +146,13 @@ def reason(error: BaseException) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # Files without pickles. Tensors are in safetensors files. A sharded state has one file per rank and a manifest in JSON.
 #
-# The planners of PyTorch's distributed checkpoints decide which rank writes and reads which part. Therefore another number of
-# ranks can resume. PyTorch's own storage is not used, because its metadata is a pickle, and reading a pickle can execute code.
+# The planners of PyTorch's distributed checkpoints decide which rank writes and reads which part. Therefore a run can resume
+# with another number of ranks. PyTorch's storage is not used, because its metadata is a pickle, and reading a pickle can
+# execute code.
 
 SHARD_MANIFEST = "manifest.json"
-_PICKLED_MANIFEST = ".metadata"  # of PyTorch's own storage
-_DTYPES = {  # names in the header of a safetensors file
+_PICKLED_MANIFEST = ".metadata"  # the file of PyTorch's storage
+_DTYPES = {  # names of dtypes in the header of a safetensors file
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -174,16 +173,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     dense = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # Large elements come first, so that each tensor begins at a multiple of its element size.
-    ordered = sorted(dense.items(), key=lambda item: -item[1].element_size())
+    by_element_size = sorted(dense.items(), key=lambda item: -item[1].element_size())
     header, end = {}, 0
-    for name, tensor in ordered:
+    for name, tensor in by_element_size:
         begin, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in ordered:
+        for _, tensor in by_element_size:
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
@@ -198,7 +197,7 @@ class ShardedWriter:
     """Writes a sharded state. The ranks exchange messages only in `agree`.
 
     Args:
-        state: nested dictionaries of tensors, DTensors and values that JSON can represent, in host memory.
+        state: nested dictionaries of tensors, DTensors and values that JSON can represent. All are in host memory.
         world: the ranks.
     """
 
@@ -215,42 +214,42 @@ class ShardedWriter:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         values = {item.index.fqn: self._planner.lookup_object(item.index) for item in self._plan.items if _is_value(item)}
-        gathered = self._world.gather_objects((self._plan, values))
-        plans, metadata = self._planner.create_global_plan([plan for plan, _ in gathered])
+        by_rank = self._world.gather_objects((self._plan, values))
+        plans, metadata = self._planner.create_global_plan([plan for plan, _ in by_rank])
         ranks = {_key(item.index): rank for rank, plan in enumerate(plans) for item in plan.items}
         self._plan = self._planner.finish_plan(plans[self._world.rank])
         self._manifest = {
-            "values": {name: value for _, own in gathered for name, value in own.items()},
+            "values": {name: value for _, own in by_rank for name, value in own.items()},
             "tensors": {
                 name: {
-                    "dtype": _DTYPES[about.properties.dtype],
-                    "size": list(about.size),
+                    "dtype": _DTYPES[entry.properties.dtype],
+                    "size": list(entry.size),
                     "parts": [
                         {
                             "rank": ranks[_name_part(name, part.offsets)],
                             "offsets": list(part.offsets),
                             "sizes": list(part.sizes),
                         }
-                        for part in about.chunks
+                        for part in entry.chunks
                     ],
                 }
-                for name, about in metadata.state_dict_metadata.items()
-                if isinstance(about, TensorStorageMetadata)
+                for name, entry in metadata.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata)
             },
         }
 
     def write(self, folder: Path) -> None:
-        """Writes the tensors of this rank. The first rank also writes the manifest."""
+        """Writes the tensors of this rank. The first rank writes the manifest, too."""
         items = [item for item in self._plan.items if not _is_value(item)]
         tensors: dict[str, Any] = {_key(item.index): self._planner.resolve_data(item) for item in items}
         write_tensors(folder / _of_rank(self._world.rank), tensors)
         if self._world.rank == 0:
-            # Options of an optimizer may be dtypes. A resumed run takes all options from its settings.
+            # Options of an optimizer can be dtypes, which become strings. A resumed run takes all options from its settings.
             (folder / SHARD_MANIFEST).write_text(json.dumps(self._manifest, default=str), "utf-8")
 
 
 def read_sharded(folder: Path, state: dict[str, Any]) -> None:
-    """Reads this rank's part of a checkpoint into a state with the same names. Any number of ranks may have written it."""
+    """Reads this rank's part of a checkpoint into a state with the same names. Any number of ranks can have written it."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -262,13 +261,13 @@ def read_sharded(folder: Path, state: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.planner import LoadItemType
 
     manifest, size = _read_shard_manifest(folder), torch.Size
-    about: dict[str, Any] = {name: BytesStorageMetadata() for name in manifest["values"]}
+    metadata: dict[str, Any] = {name: BytesStorageMetadata() for name in manifest["values"]}
     for name, tensor in manifest["tensors"].items():
         chunks = [ChunkStorageMetadata(size(part["offsets"]), size(part["sizes"])) for part in tensor["parts"]]
-        about[name] = TensorStorageMetadata(TensorProperties(dtype=_dtype(tensor)), size(tensor["size"]), chunks)
+        metadata[name] = TensorStorageMetadata(TensorProperties(dtype=_dtype(tensor)), size(tensor["size"]), chunks)
     ranks = {_name_part(name, part["offsets"]): part["rank"] for name, part in _parts(manifest)}
     planner = DefaultLoadPlanner()
-    planner.set_up_planner(state, Metadata(about), is_coordinator=False)
+    planner.set_up_planner(state, Metadata(metadata), is_coordinator=False)
     with _open_shards(folder) as read:
         for item in planner.finish_plan(planner.create_local_plan()).items:
             if item.type == LoadItemType.BYTE_IO:
@@ -281,23 +280,23 @@ def read_sharded(folder: Path, state: dict[str, Any]) -> None:
             planner.commit_tensor(item, target)
 
 
-def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Returns the tensors whose names begin with the prefix, without the prefix, each assembled from its parts."""
+def assemble_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Returns the tensors whose names begin with the prefix, assembled from the parts of all ranks. Removes the prefix."""
     manifest = _read_shard_manifest(folder)
     tensors: dict[str, Tensor] = {}
     with _open_shards(folder) as read:
         for name, part in _parts(manifest):
             if not name.startswith(prefix):
                 continue
-            about = manifest["tensors"][name]
-            tensor = tensors.setdefault(name.removeprefix(prefix), torch.empty(about["size"], dtype=_dtype(about)))
+            entry = manifest["tensors"][name]
+            tensor = tensors.setdefault(name.removeprefix(prefix), torch.empty(entry["size"], dtype=_dtype(entry)))
             tensor[_window(part["offsets"], part["sizes"])] = read(part["rank"], _name_part(name, part["offsets"]))
     return tensors
 
 
 @contextmanager
 def _open_shards(folder: Path) -> Iterator[Callable[[int, str], Tensor]]:
-    """Yields a function from a rank and a name to the tensor in this rank's file."""
+    """Yields a function that reads a tensor by the rank that has written it and by its name."""
     files: dict[int, Any] = {}
     with ExitStack() as stack:
 
@@ -317,26 +316,27 @@ def _open(path: Path) -> Iterator[Any]:
         with safetensors.safe_open(path, framework="pt") as file:
             yield file
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} must be a whole safetensors file, got one that is not: {error}") from error
+        raise ValueError(f"{path} must be a complete safetensors file, but it cannot be read: {error}") from error
 
 
 def _read_shard_manifest(folder: Path) -> dict[str, Any]:
     path = folder / SHARD_MANIFEST
     if not path.is_file() and (folder / _PICKLED_MANIFEST).exists():
         raise ValueError(
-            f"the checkpoint {folder} must have a {SHARD_MANIFEST}, got one of an earlier version with a pickle "
-            f"({_PICKLED_MANIFEST}), which is not read, because reading it can execute code"
+            f"the checkpoint {folder} must have a {SHARD_MANIFEST}, got a checkpoint of an older version with a pickle "
+            f"({_PICKLED_MANIFEST}). This version does not read the pickle, because reading it can execute code. Use the "
+            "version that wrote the checkpoint"
         )
     manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return manifest
 
 
 def _parts(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    return ((name, part) for name, about in manifest["tensors"].items() for part in about["parts"])
+    return ((name, part) for name, entry in manifest["tensors"].items() for part in entry["parts"])
 
 
-def _dtype(about: dict[str, Any]) -> torch.dtype:
-    return next(dtype for dtype, name in _DTYPES.items() if name == about["dtype"])
+def _dtype(entry: dict[str, Any]) -> torch.dtype:
+    return next(dtype for dtype, name in _DTYPES.items() if name == entry["dtype"])
 
 
 def _window(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
@@ -344,7 +344,7 @@ def _window(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _is_value(item: Any) -> bool:
-    """Returns whether an item of a planner is not a tensor."""
+    """Returns whether an item of a plan is a value that is not a tensor."""
     return item.tensor_data is None
 
 
@@ -353,7 +353,7 @@ def _key(index: Any) -> str:
 
 
 def _name_part(name: str, offsets: Sequence[int]) -> str:
-    """Returns the name of a part of a tensor in a rank's file."""
+    """Returns the name that a part of a tensor has in the file of a rank."""
     return f"{name}@{','.join(map(str, offsets))}"
 
 
@@ -362,7 +362,7 @@ def _of_rank(rank: int) -> str:
 
 
 def _pickle(value: Any) -> io.BytesIO:
-    """Returns a value of the manifest in the form that the planner expects. This process makes the pickle."""
+    """Returns a value of the manifest as a pickle, because the planner expects one. This process has made it, so it is safe."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -372,29 +372,29 @@ def _pickle(value: Any) -> io.BytesIO:
 # ----------------------------------------------------------------------------------------------------------------------
 # The contents of a checkpoint: weights, optimizer, averaged weights, gradient scaler, and the random generators of every rank.
 #
-# With DDP the first rank writes all weights into one safetensors file, and the state of the optimizer into another file.
-# With FSDP2 each rank writes its part (`ShardedWriter`). Each rank writes its random generators to its own file. The order of
-# the data, augmentation and learning rate follow from the number of the step and are not saved.
+# With DDP, the first rank writes all weights into one safetensors file, and the state of the optimizer into another file. With
+# FSDP2, each rank writes its part (`ShardedWriter`). Each rank writes its random generators to its own file. The order of the
+# data, the augmentation and the learning rate follow from the number of the step, so they are not saved.
 #
 # Weights are in files without pickles, because commands that only read a model must not unpickle anything. The files of the
 # optimizer and the generators are pickles. Only a resumed run reads them, with `weights_only=True`.
 
-MODEL, AVERAGE = "model.", "average."  # before the names of weights and averaged weights
-OPTIMIZER = "state.pt"  # and the scaler
+MODEL, AVERAGE = "model.", "average."  # prefixes of the names of weights and averaged weights
+OPTIMIZER = "state.pt"  # state of the optimizer and of the gradient scaler
 WEIGHTS = "weights.safetensors"
 
 
 class State:
-    """Everything that training changes, saved and loaded together.
+    """Saves and loads everything that training changes.
 
     Args:
-        modules: of the towers and the loss by name; unwrapped.
-        optimizer: of their parameters.
-        average: averaged weights, or None.
-        scaler: for fp16, or None.
+        modules: the unwrapped modules of the towers and the loss, by name.
+        optimizer: the optimizer of their parameters.
+        average: the averaged weights, or None.
+        scaler: the gradient scaler for fp16, or None.
         world: the ranks.
         sharded: whether FSDP2 shards the towers.
-        trained_only: whether to exclude frozen weights, because the towers have them before a checkpoint is read.
+        trained_only: whether to exclude frozen weights. The towers must then have them before a checkpoint is read.
     """
 
     def __init__(
@@ -414,10 +414,10 @@ class State:
         self._host = _HostCopies()
 
     def copy_to_host(self) -> "Files":
-        """Copies the state to host memory. The memory of the previous copy is used again."""
+        """Returns a copy of the state in host memory. It reuses the memory of the previous copy."""
         values: dict[str, Any] = {_state_of_rank(self._world.rank): _generators(self._world.device)}
         if self._sharded:
-            return Files(values, ShardedWriter(self._host(self._parts()), self._world))
+            return Files(values, ShardedWriter(self._host(self._collect_state()), self._world))
         if self._world.rank == 0:
             values |= {WEIGHTS: self._host(self._weights()), OPTIMIZER: self._host(self._optimizer_state())}
         return Files(values)
@@ -426,26 +426,26 @@ class State:
         """Loads a checkpoint. All ranks must call it.
 
         Returns:
-            Whether the random generators were restored. They are not if the number of ranks has grown.
+            Whether the random generators were restored. They cannot be restored if the number of ranks has grown.
         """
         options = [{key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups]
         if (folder / OPTIMIZER).is_file():
-            self._read_whole(folder)
+            self._read_unsharded(folder)
         else:
-            self._read_parts(folder)
-        for group, wanted in zip(self._optimizer.param_groups, options, strict=True):
-            group.update(wanted)  # weight decay etc. come from this run's settings
-        place = folder / _state_of_rank(self._world.rank)
-        complete = self._world.sum([place.is_file()])[0] == self._world.size
-        if complete:
-            _restore(torch.load(place, weights_only=True), self._world.device)
-        return complete
+            self._read_sharded(folder)
+        for group, own_options in zip(self._optimizer.param_groups, options, strict=True):
+            group.update(own_options)  # weight decay and other options come from the settings of this run
+        path = folder / _state_of_rank(self._world.rank)
+        is_complete = self._world.sum([path.is_file()])[0] == self._world.size
+        if is_complete:
+            _restore(torch.load(path, weights_only=True), self._world.device)
+        return is_complete
 
-    def _read_whole(self, folder: Path) -> None:
+    def _read_unsharded(self, folder: Path) -> None:
         if self._sharded:
             raise ValueError(f'parallel must be "ddp" to continue from {folder}, which is not sharded, got "fsdp"')
         state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-        if "model" in state:  # an earlier version wrote one file
+        if "model" in state:  # older versions wrote the weights into the same file
             model, average = state["model"], state["average"]
         else:
             model, average = read_weights(folder)
@@ -456,16 +456,16 @@ class State:
         if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
 
-    def _read_parts(self, folder: Path) -> None:
+    def _read_sharded(self, folder: Path) -> None:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-        parts = self._parts()
-        read_sharded(folder, parts)
+        state = self._collect_state()
+        read_sharded(folder, state)
         set_state_dict(
             self._modules,
             self._optimizer,
-            model_state_dict=parts["model"],
-            optim_state_dict=parts["optimizer"],
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
             options=StateDictOptions(ignore_frozen_params=self._trained_only, strict=not self._trained_only),
         )
 
@@ -483,8 +483,8 @@ class State:
             "scaler": {} if self._scaler is None else self._scaler.state_dict(),
         }
 
-    def _parts(self) -> dict[str, Any]:
-        """Returns the state with parameters by name instead of index, as distributed checkpoints need it."""
+    def _collect_state(self) -> dict[str, Any]:
+        """Returns the state with parameters by name instead of by index, because distributed checkpoints need names."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
         options = StateDictOptions(ignore_frozen_params=self._trained_only)
@@ -493,14 +493,14 @@ class State:
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the weights and the averaged weights of a checkpoint by name. Unpickles nothing."""
+    """Returns the weights and the averaged weights of a checkpoint by name. Does not unpickle anything."""
     if (folder / OPTIMIZER).is_file() and not (folder / WEIGHTS).is_file():
         raise ValueError(
-            f"the checkpoint {folder} must have a {WEIGHTS}, got one of an earlier version with its weights in a pickle "
-            f"({OPTIMIZER}), which only `megabatch train --resume` reads"
+            f"the checkpoint {folder} must have a {WEIGHTS}, got a checkpoint of an older version with its weights in a pickle "
+            f"({OPTIMIZER}). Only `megabatch train --resume` reads this checkpoint"
         )
     if not (folder / WEIGHTS).is_file():
-        return read_whole(folder, MODEL), read_whole(folder, AVERAGE)
+        return assemble_tensors(folder, MODEL), assemble_tensors(folder, AVERAGE)
     tensors = read_tensors(folder / WEIGHTS)
     model, average = (
         {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -510,11 +510,11 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 class Files:
-    """A copy of a rank's state, which training no longer changes.
+    """A copy of a rank's state, which training does not change.
 
     Args:
-        values: by the names of their files.
-        shards: of a sharded state, or None.
+        values: the contents of the files, by their names.
+        shards: the writer of a sharded state, or None.
     """
 
     def __init__(self, values: dict[str, Any], shards: ShardedWriter | None = None) -> None:
@@ -538,30 +538,30 @@ class Files:
 
 
 class _HostCopies:
-    """Copies of nested values in host memory. Tensors from CUDA go into pinned memory, which the next copy uses again."""
+    """Copies nested values to host memory. CUDA tensors are copied to pinned memory, which the next copy reuses."""
 
     def __init__(self) -> None:
         self._pinned: dict[tuple[Any, ...], Tensor] = {}
 
     def __call__(self, value: Any) -> Any:
-        """Copies dictionaries, lists, tuples and tensors. Waits for the device."""
-        copied = self._copy(value, ())
+        """Returns a copy of nested dictionaries, lists, tuples and tensors. Waits for the device."""
+        copy = self._copy(value, ())
         if self._pinned:
             torch.cuda.synchronize()
-        return copied
+        return copy
 
-    def _copy(self, value: Any, place: tuple[Any, ...]) -> Any:
+    def _copy(self, value: Any, position: tuple[Any, ...]) -> Any:
         if isinstance(value, Mapping):
-            return {key: self._copy(part, (*place, key)) for key, part in value.items()}
+            return {key: self._copy(part, (*position, key)) for key, part in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(self._copy(part, (*place, i)) for i, part in enumerate(value))
+            return type(value)(self._copy(part, (*position, i)) for i, part in enumerate(value))
         if not isinstance(value, Tensor):
             return value
         if not value.is_cuda or is_sharded(value):
             return value.detach().to("cpu", copy=True)
-        pinned = self._pinned.get(place)
+        pinned = self._pinned.get(position)
         if pinned is None or pinned.shape != value.shape or pinned.dtype != value.dtype:
-            pinned = self._pinned[place] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            pinned = self._pinned[position] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         return pinned.copy_(value.detach(), non_blocking=True)
 
 

@@ -1,7 +1,7 @@
-"""All settings of a training run, and recipes with defaults for a model and its data.
+"""All settings of a training run, and recipes with other defaults for some models and datasets.
 
-Each part of the config is defined beside the code it configures. Later sources override earlier ones: defaults, the recipe for
-the model and the data, a TOML file, flags, `--set`.
+Later sources override earlier ones: defaults, the recipe for the model and the data, a TOML file, flags, `--set`. The comment
+after each setting is its description in `megabatch config`, `megabatch train --help` and docs/settings.md.
 """
 
 import dataclasses
@@ -23,33 +23,33 @@ from megabatch_train.towers.models import anchor as anchor_model
 WARMUP_FRACTION, WARMUP_STEPS = 0.1, 50  # the longer of both, but at most half of the run
 SCRATCH_RATE = 5e-4  # highest learning rate of a model with random weights, as in CLIP and open_clip
 # Learning rate per step. Transformers with random weights collapse if the rate of Adam rises much faster, probably because the
-# first gradients point in one direction and Adam moves all weights of a matrix together (docs/training.md has the runs).
+# first gradients point in one direction and Adam moves all weights of a matrix together (docs/log.md, "A fast warm-up").
 STEEPEST_RISE = 5e-6
 
 Name = Literal["clip", "siglip", "info_nce", "dcl", "hcl", "nt_xent", "sup_con", "matryoshka", "distill"]
-CONTRASTS = ("info_nce", "dcl", "hcl")  # take hard negatives, a margin, a guide and a direction
+CONTRASTS = ("info_nce", "dcl", "hcl")  # losses with the options hard negatives, margin, guide and symmetric
 
 
 @dataclass(frozen=True)
 class LossConfig:
     """The loss and its initial values."""
 
-    name: Name = "clip"  # which loss
-    ids: bool = True  # whether pairs that share an image or a text are not each other's negatives
-    scale: float | None = None  # initial value (default: the model's)
-    bias: float | None = None  # initial value, of SigLIP (default: the model's)
-    max_scale: float = 100.0  # the learned scale is clamped to it
-    symmetric: bool = False  # of info_nce, dcl and hcl: the mean of both directions
-    margin: float | None = None  # of info_nce, dcl and hcl: negatives that exceed the match by more are left out
-    guide: str = ""  # of info_nce, dcl and hcl: a run's folder or a model whose similarities find false negatives (GIST)
-    beta: float = 1.0  # of hcl: weight of hard negatives
-    tau_plus: float = 0.1  # of hcl: expected share of false negatives
-    widths: tuple[int, ...] = ()  # of matryoshka: dimensions that embeddings can be cut to; the full one is added
-    teacher: str = ""  # of distill: a run's folder or a model whose similarities are the targets
-    teacher_weight: float = 1.0  # of distill: weight of the teacher's targets beside CLIP's loss
+    name: Name = "clip"  # name of the loss
+    ids: bool = True  # exclude pairs that share an image or a text from each other's negatives
+    scale: float | None = None  # initial logit scale (default: the scale of the model)
+    bias: float | None = None  # siglip: initial logit bias (default: the bias of the model)
+    max_scale: float = 100.0  # upper limit of the learned logit scale
+    symmetric: bool = False  # info_nce, dcl, hcl: use the mean of both directions
+    margin: float | None = None  # info_nce, dcl, hcl: exclude negatives whose similarity exceeds the match by more than this
+    guide: str = ""  # info_nce, dcl, hcl: a run or a model whose similarities exclude false negatives (GIST)
+    beta: float = 1.0  # hcl: weight of hard negatives
+    tau_plus: float = 0.1  # hcl: expected share of false negatives
+    widths: tuple[int, ...] = ()  # matryoshka: dims that embeddings can be cut to. The full dim is always added
+    teacher: str = ""  # distill: a run or a model whose similarities are the targets
+    teacher_weight: float = 1.0  # distill: weight of the distillation loss. The CLIP loss has weight 1
 
     def __post_init__(self) -> None:
-        """Checks the numbers, and that each setting is one of the loss."""
+        """Checks the numbers, and that the selected loss has each setting that is not at its default."""
         for name in ("scale", "max_scale", "beta", "teacher_weight"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -75,13 +75,13 @@ class LossConfig:
 class OptimizerConfig:
     """The optimizer and its settings."""
 
-    name: Literal["adamw", "adafactor", "lion"] = "adamw"  # which optimizer; AdaFactor stores a quarter of the bytes
-    lr: float | Literal["auto"] = "auto"  # highest learning rate; "auto": 5e-4, but at most 5e-6 per step of the warm-up
-    scaling: Literal["none", "sqrt", "linear"] = "none"  # growth of `lr` with batch_size / reference_batch
-    reference_batch: int = 1024  # pairs that `lr` is for; unused if `scaling` is "none"
-    weight_decay: float = 0.2  # for matrices; not for norms, biases and the loss
-    betas: tuple[float, float] = (0.9, 0.98)  # AdaFactor uses only the first
-    eps: float = 1e-6  # of AdamW
+    name: Literal["adamw", "adafactor", "lion"] = "adamw"  # optimizer; AdaFactor's state is a quarter as large as AdamW's
+    lr: float | Literal["auto"] = "auto"  # highest learning rate; "auto" is 5e-6 per step of the warm-up, at most 5e-4
+    scaling: Literal["none", "sqrt", "linear"] = "none"  # multiply `lr` by this function of batch_size / reference_batch
+    reference_batch: int = 1024  # batch size for which `lr` is the rate. Ignored if `scaling` is "none"
+    weight_decay: float = 0.2  # weight decay of matrices. Norms, biases and the loss have none
+    betas: tuple[float, float] = (0.9, 0.98)  # decay rates of the averages. AdaFactor uses only the first
+    eps: float = 1e-6  # epsilon of AdamW
     clip_norm: float = 0.0  # largest gradient norm; 0 for no clipping
 
     def __post_init__(self) -> None:
@@ -99,12 +99,12 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate from step to step: linear warm-up, then a cosine or a constant."""
+    """The learning rate of each step: a linear warm-up, then a cosine or a constant."""
 
-    name: Literal["cosine", "constant"] = "cosine"  # after the warm-up
+    name: Literal["cosine", "constant"] = "cosine"  # learning rate after the warm-up
     warmup_steps: int | None = None  # length of the warm-up in steps
-    warmup_fraction: float | None = None  # or as a fraction of the run; default: 0.1, but at least 50 steps or half of the run
-    end: float = 0.0  # fraction of the highest rate that a cosine ends with
+    warmup_fraction: float | None = None  # length as a fraction of the run (default: 0.1, but at least 50 steps or half of it)
+    end: float = 0.0  # last rate of the cosine, as a fraction of the highest rate
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
@@ -121,7 +121,7 @@ class ScheduleConfig:
             raise ValueError(f"schedule.end must be from 0 to 1, got {self.end}")
 
     def warm_up(self, steps: int) -> int:
-        """Steps of the warm-up. By default it is a tenth of the run, but at least 50 steps or half of the run."""
+        """Returns the number of warm-up steps: by default a tenth of the run, but at least 50 steps or half of the run."""
         if self.warmup_steps is not None:
             return min(self.warmup_steps, steps)
         if self.warmup_fraction is not None:
@@ -131,14 +131,14 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """How the free memory is used."""
+    """The use of the free memory."""
 
-    chunk: float = 0.25  # fraction for the activations of a chunk, if chunk_size is "auto"
-    graphs: float = 0.6  # fraction for graphs kept from the first pass; 0 keeps none
-    inputs: float = 0.3  # fraction of the host's memory for samples read ahead or waiting for the second pass; 0 reads twice
-    resident: float = 0.0  # fraction for the whole dataset on the device, decoded and tokenized once; 0 reads it in every epoch
-    checkpointing: Literal["auto", "on", "off"] = "auto"  # of activations; "auto" if small chunks are faster with it
-    offload: bool = False  # weights, gradients and optimizer in host memory between their uses, with parallel = "fsdp"
+    chunk: float = 0.25  # fraction of the free device memory for the activations of a chunk, if chunk_size is "auto"
+    graphs: float = 0.6  # fraction of the free device memory for graphs that the first pass keeps; 0 keeps none
+    inputs: float = 0.3  # fraction of the free host memory for samples until their second pass; 0 reads them twice
+    resident: float = 0.0  # fraction of the free device memory for the whole decoded dataset; 0 reads it in every epoch
+    checkpointing: Literal["auto", "on", "off"] = "auto"  # activation checkpointing; "auto" uses it if it is faster
+    offload: bool = False  # fsdp: keep weights, gradients and optimizer state in host memory between their uses
 
     def __post_init__(self) -> None:
         """Checks the fractions."""
@@ -151,10 +151,10 @@ class MemoryConfig:
 class CheckpointConfig:
     """When to save a checkpoint, and how many to keep."""
 
-    every: int = 0  # steps between checkpoints; 0 for ten per run. The last step always has one
-    minutes: float = 15.0  # and at most this many minutes between checkpoints; 0 for no limit
-    keep: int = 2  # number of checkpoints
-    best: str = "auto"  # metric by which the best weights are kept in best/; "auto" is recall@1 by text, "none" keeps none
+    every: int = 0  # steps between checkpoints; 0 writes ten per run. The last step always has one
+    minutes: float = 15.0  # longest time between checkpoints, in minutes; 0 for no limit
+    keep: int = 2  # number of checkpoints that are kept
+    best: str = "auto"  # metric that selects the weights in best/; "auto" is recall@1 by text, "none" keeps none
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
@@ -166,11 +166,11 @@ class CheckpointConfig:
             raise ValueError(f"checkpoint.keep must be at least 1, got {self.keep}")
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether to save after `step` of `steps`."""
+        """Returns whether a checkpoint is due after step `step` of `steps`."""
         return step == steps or step % (self.every or max(1, steps // 10)) == 0
 
     def late(self, seconds: float) -> bool:
-        """Whether the last checkpoint is too many seconds ago."""
+        """Returns whether a checkpoint is due because the last one is `seconds` old."""
         return self.minutes > 0 and seconds >= 60 * self.minutes
 
 
@@ -178,29 +178,29 @@ class CheckpointConfig:
 class TrainConfig:
     """A training run."""
 
-    data: str = "emoji"  # training data: a table, shards, emoji or wordnet
-    validation: str | tuple[str, ...] = ""  # evaluation data, or a list; empty for the test split of `data`, if it has one
+    data: str = "emoji"  # training data: a table, shards, an image folder, emoji or wordnet
+    validation: str | tuple[str, ...] = ""  # evaluation data, a name or a list; "" is the test split of emoji or wordnet
     holdout: float = 0.0  # fraction of `data` that is held out for evaluation, such as 0.01
     model: str = "small"  # towers to train, such as open_clip:ViT-B-32 or hf:NAME
     batch_size: int = 1024  # pairs in a step, over all processes; at least 2
-    chunk_size: int | Literal["auto"] = "auto"  # samples a tower encodes at once
+    chunk_size: int | Literal["auto"] = "auto"  # samples that a tower encodes at once
     epochs: float = 32.0  # passes over the data
-    steps: int = 0  # 0 for as many as `epochs` has
-    seed: int = 0  # of initial weights, order and augmentation
-    device: Literal["auto", "cuda", "cpu"] = "auto"  # "auto" is CUDA if there is a device
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # "auto" is bf16 on a GPU that has it, else fp32
-    compile: Literal["auto", "on", "off"] = "auto"  # layers of the towers by torch.compile; "auto" is "on" for CUDA
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # how ranks share the towers, under torchrun
-    collapse: Literal["stop", "warn"] = "stop"  # whether a run that learns nothing ends with an error, or only warns
-    ema: float = 0.0  # decay of averaged weights, such as 0.999, which are then evaluated and saved; 0 for none
-    evaluate_every: int = 0  # steps between evaluations; 0 for one at the end
-    augment: bool = True  # random crops of images in training
-    workers: int | Literal["auto"] = "auto"  # readers of samples, or 0; "auto" is the cores less one on CUDA, else 0
-    freeze: Literal["none", "first", "second"] = "none"  # LiT: the side of the model that is frozen
-    keep_frozen: bool = True  # compute its embeddings once and keep them; its inputs are then not augmented
-    data_options: dict[str, Any] = field(default_factory=dict)  # arguments of the dataset's class, such as a table's columns
-    validation_options: dict[str, Any] = field(default_factory=dict)  # the same for the evaluation data
-    model_options: dict[str, Any] = field(default_factory=dict)  # prompts, pooling and max_length; sizes of "small"
+    steps: int = 0  # number of steps; 0 trains for `epochs`
+    seed: int = 0  # seed of the initial weights, the order and the augmentation
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # "auto" is CUDA if there is a CUDA device, else the CPU
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # dtype of matmuls; "auto" is bf16 if the GPU has it, else fp32
+    compile: Literal["auto", "on", "off"] = "auto"  # compile the towers with torch.compile; "auto" does so on CUDA
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # under torchrun: DDP replicates the towers, FSDP2 shards them
+    collapse: Literal["stop", "warn"] = "stop"  # "stop" ends a run that learns nothing with an error, "warn" only warns
+    ema: float = 0.0  # decay of the averaged weights, such as 0.999, which the run evaluates and saves; 0 for none
+    evaluate_every: int = 0  # steps between evaluations; 0 evaluates only at the end
+    augment: bool = True  # augment the training images, for example by random crops
+    workers: int | Literal["auto"] = "auto"  # data-loader workers; "auto" is 0 on a CPU, else the cores per rank less one
+    freeze: Literal["none", "first", "second"] = "none"  # the side that is frozen (LiT)
+    keep_frozen: bool = True  # encode the frozen side once, without augmentation, and store its embeddings
+    data_options: dict[str, Any] = field(default_factory=dict)  # options of the training data, such as columns of a table
+    validation_options: dict[str, Any] = field(default_factory=dict)  # options of the evaluation data, such as columns
+    model_options: dict[str, Any] = field(default_factory=dict)  # prompts, pooling and max_length of texts; sizes of "small"
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -237,7 +237,7 @@ class TrainConfig:
             raise ValueError(f'lora.quantize must be "none" with parallel "fsdp", got {self.lora.quantize!r}; "ddp" takes it')
 
     def on(self, device: torch.device) -> "TrainConfig":
-        """The settings with "auto" replaced where the device alone decides; `config.toml` keeps "auto"."""
+        """Replaces "auto" in the settings that depend only on the device. `config.toml` keeps "auto"."""
         precision = self.precision
         if precision == "auto":
             precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
@@ -245,19 +245,19 @@ class TrainConfig:
         return dataclasses.replace(self, precision=precision, compile=compiled)
 
     def total_steps(self, batches_per_epoch: int) -> int:
-        """Steps in all."""
+        """Returns the number of steps of the run."""
         return self.steps or max(1, round(self.epochs * batches_per_epoch))
 
 
 def scale_rate(config: OptimizerConfig, batch_size: int) -> float:
-    """The learning rate for a batch size: lr · (batch_size / reference_batch)^p, with p = 0, ½ or 1 for `scaling`."""
+    """Returns the learning rate for a batch size: lr · (batch_size / reference_batch)^p, with p = 0, ½ or 1 for `scaling`."""
     power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.scaling]
     rate = SCRATCH_RATE if config.lr == "auto" else config.lr
     return rate * math.pow(batch_size / config.reference_batch, power)
 
 
 def highest_rate(config: OptimizerConfig, schedule: ScheduleConfig, batch_size: int, steps: int) -> float:
-    """The highest learning rate of a run of `steps`. If `lr` is "auto", it is as high as the warm-up allows."""
+    """Returns the highest learning rate of a run of `steps`. If `lr` is "auto", the length of the warm-up limits it."""
     rate = scale_rate(config, batch_size)
     if config.lr != "auto":
         return rate
@@ -265,9 +265,9 @@ def highest_rate(config: OptimizerConfig, schedule: ScheduleConfig, batch_size: 
 
 
 def learning_rate(config: ScheduleConfig, highest: float, step: int, steps: int) -> float:
-    """The learning rate of step `step`, counted from 0, of `steps`.
+    """Returns the learning rate of step `step` of `steps`. Steps are counted from 0.
 
-    Step i of a warm-up of n steps, from 1 to n, has i/n of the highest rate.
+    In a warm-up of n steps, step i has (i + 1) / n of the highest rate.
     """
     warm_up = config.warm_up(steps)
     if step < warm_up:
@@ -282,9 +282,10 @@ MOST_READERS = 32
 
 
 def reader_count(config: TrainConfig, world: World) -> int:
-    """`config.workers`. "auto" is one for each core that this process may use, less one, on CUDA, and 0 on a CPU.
+    """Returns the number of data-loader workers of this rank.
 
-    On a CPU the towers need all cores. Ranks of one machine share its cores.
+    "auto" is 0 on a CPU, because the towers need all cores. On CUDA it is the number of cores that this process may use,
+    divided by the ranks of the machine, less one.
     """
     if isinstance(config.workers, int):
         return config.workers
@@ -294,8 +295,8 @@ def reader_count(config: TrainConfig, world: World) -> int:
     return max(1, min(cores // world.local_size - 1, MOST_READERS))
 
 
-# Settings that a resumed run must not change. Options of the data are among them, because they decide which samples there are,
-# and so the meaning of the saved position in their order.
+# Settings that a resumed run must not change. They include the options of the data, because the options determine the samples
+# and their order.
 FIXED = (
     "batch_size",
     "seed",
@@ -316,7 +317,7 @@ FIXED = (
 FREE = (
     "epochs",
     "steps",
-    "optimizer",  # but its name
+    "optimizer",  # except its name
     "schedule",
     "chunk_size",
     "memory",
@@ -333,7 +334,7 @@ FREE = (
 )
 
 
-# Other names for settings, for suggestions.
+# Other names of settings. An error for such a name suggests the setting.
 MEANINGS = {
     **{
         key.rpartition(".")[2]: key
@@ -365,14 +366,14 @@ MEANINGS = {
     **dict.fromkeys(("largest_scale",), "loss.max_scale"),
 }
 
-# For models that start from trained weights: a rate as in sentence-transformers' examples, and few epochs.
+# For models that start from trained weights: the learning rate of sentence-transformers' examples, and few epochs.
 FINE_TUNING: settings.Table = {"optimizer": {"lr": 2e-5, "weight_decay": 0.01}, "epochs": 3.0}
 ADAPTERS: settings.Table = {"optimizer": {"lr": 2e-4, "weight_decay": 0.0}}  # with LoRA, as in the QLoRA paper
-WARMUPS = ("warmup_steps", "warmup_fraction")  # two ways to say one thing
+WARMUPS = ("warmup_steps", "warmup_fraction")  # alternatives for the length of the warm-up
 
 
 def resolve(*given: Mapping[str, Any]) -> TrainConfig:
-    """The settings of a run: the recipe for its model and data, overridden by the given tables, the last one winning."""
+    """Returns the settings of a run. The given tables override the recipe for its model and data, and later tables win."""
     asked = merge(*given)
     chosen = settings.build(TrainConfig, asked, meanings=MEANINGS)
     of_adapters = ADAPTERS if chosen.lora.rank else {}
@@ -380,10 +381,10 @@ def resolve(*given: Mapping[str, Any]) -> TrainConfig:
 
 
 def merge(*tables: Mapping[str, Any]) -> settings.Table:
-    """Later values in place of earlier ones.
+    """Merges tables. Later values replace earlier ones.
 
-    Two settings may say one thing in two ways. A later warm-up in steps replaces an earlier one as a fraction, later epochs
-    replace earlier steps, and vice versa.
+    Some settings are alternatives. A later warm-up in steps replaces an earlier warm-up as a fraction, later epochs replace
+    earlier steps, and vice versa.
     """
     result: settings.Table = {}
     for one in tables:
@@ -397,15 +398,16 @@ def merge(*tables: Mapping[str, Any]) -> settings.Table:
 
 
 def recipe(model: str, data: str) -> settings.Table:
-    """Settings that suit a model and data; the measurements are in docs/log.md, "Emoji"."""
-    # Two encoders that were trained apart learn a common space from random projections, so they take the rate of new models.
+    """Returns the settings that suit a model and its data. docs/log.md, "Emoji", lists the measurements."""
+    # Two encoders that were trained separately learn a common space with random projections, so they use the rate of models
+    # with random weights.
     found: settings.Table = dict(FINE_TUNING) if names.has_weights(model) and "+" not in model else {}
     if model == "small":
         optimizer = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
         found = {"optimizer": optimizer, "schedule": {"warmup_steps": 20}}
     if (model, data) == ("small", "emoji"):
-        # A minute or two on two cores. Averaged weights replace a falling learning rate: in so few steps a cosine would fall
-        # before the model has learned much.
+        # This run takes a minute or two on two cores. It averages weights instead of lowering the learning rate, because a
+        # cosine would fall before the model has learned much in so few steps.
         schedule = {"name": "constant", "warmup_fraction": 0.3}
         found |= {"batch_size": 512, "epochs": 28.0, "schedule": schedule, "ema": 0.95, "model_options": {"buckets": 8192}}
     if data == "wordnet":
@@ -414,11 +416,11 @@ def recipe(model: str, data: str) -> settings.Table:
 
 
 def anchor_paths(values: Mapping[str, Any], directory: str | None = None) -> settings.Table:
-    """Settings with the relative paths that exist in a directory made absolute.
+    """Returns the settings with absolute paths instead of the relative paths that exist in a directory.
 
     Args:
-        values: as `settings.table` makes them.
-        directory: the working directory of the run that they are of; None for the present one.
+        values: the settings as a table (`settings.table`).
+        directory: the working directory of the run that has these settings (default: the current one).
     """
     place, found = Path(directory or os.getcwd()), dict(values)
     for key in ("data", "validation"):
@@ -437,7 +439,7 @@ def anchor_paths(values: Mapping[str, Any], directory: str | None = None) -> set
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The `FIXED` settings that have changed, each with both values; arguments are as `settings.table` makes them."""
+    """Returns the `FIXED` settings that have changed, each with both values. The arguments are tables (`settings.table`)."""
     found: list[str] = []
     for key in FIXED:
         _compare(key, _at(before, key), _at(now, key), found)
@@ -445,7 +447,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _compare(key: str, old: Any, new: Any, found: list[str]) -> None:
-    """Compares tables entry by entry, so that messages name a setting as users write it."""
+    """Compares tables entry by entry, so that messages contain the name of a setting as users write it."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in dict.fromkeys((*old, *new)):
             _compare(f"{key}.{name}", old.get(name), new.get(name), found)

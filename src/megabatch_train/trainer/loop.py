@@ -1,4 +1,4 @@
-"""The training loop, and the inputs of a loss in addition to embeddings: negatives, labels, a teacher, a guide."""
+"""The training loop, and the inputs of a loss in addition to embeddings: hard negatives, labels, a teacher or a guide."""
 
 import logging
 import math
@@ -32,37 +32,37 @@ from megabatch_train.machine import describe_device, peak_bytes
 from megabatch_train.names import format_row, sanitize
 from megabatch_train.towers.tower import SIDES, Pair, compiler_settings, warm_up, without_compiler
 from megabatch_train.trainer import run
-from megabatch_train.trainer.build import autocast, build, fast_products, whole
+from megabatch_train.trainer.build import allow_tf32, autocast, build, gather_parameters
 from megabatch_train.trainer.checkpoints import CheckpointError
 from megabatch_train.trainer.config import CONTRASTS, LossConfig, TrainConfig, highest_rate, learning_rate, reader_count
 from megabatch_train.trainer.health import (
     Health,
     MissingNegatives,
-    Request,
     StepSummary,
     StoppedError,
+    StopSignal,
     TrainingFailedError,
-    Unreadable,
-    requests,
+    UnreadableSamples,
+    record_signals,
 )
-from megabatch_train.trainer.loss import KeptEmbeddings, LossInputs, NoNegativesError
+from megabatch_train.trainer.loss import LossInputs, NoNegativesError, StoredEmbeddings
 from megabatch_train.trainer.run import FROZEN, TEACHER, Observer, Observers, Run, load_newest
-from megabatch_train.trainer.step import Fit, NotFiniteError, Outcome, Step, StepInputs, repeat_inputs, what_fits
+from megabatch_train.trainer.step import Fit, NotFiniteError, Outcome, Step, StepInputs, choose_fit, repeat_inputs
 from megabatch_train.trainer.storage import Storage, check_best
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Inputs of a loss beside the embeddings of a batch: hard negatives, labels, and the embeddings of a teacher or a guide.
+# Inputs of a loss in addition to the embeddings of a batch: hard negatives, labels, and embeddings by a teacher or a guide.
 
-_EXCLUDE_NEGATIVES = "--columns … negative= (without a name) reads the pairs alone"
+_EXCLUDE_NEGATIVES = "ignore the hard negatives with --columns … negative= (without a name)"
 
 
-def with_negatives(config: LossConfig, dataset: Dataset, encoded: Sequence[int]) -> WithNegatives | None:
-    """The data with its hard negatives, if it has columns of them; checks that loss and data fit together.
+def add_negatives(config: LossConfig, dataset: Dataset, encoded: Sequence[int]) -> WithNegatives | None:
+    """Returns the data with its hard negatives, or None if it has none. Raises an error if the loss cannot use the data.
 
     Args:
-        config: of the loss.
-        dataset: of the pairs.
-        encoded: sides that are encoded in each step.
+        config: the settings of the loss.
+        dataset: the dataset of the pairs.
+        encoded: the sides that are encoded in each step.
     """
     if config.name == "sup_con" and dataset.label_column is None:
         raise ValueError("the loss sup_con needs a table with a column of labels: --columns image=NAME text=NAME label=NAME")
@@ -70,37 +70,37 @@ def with_negatives(config: LossConfig, dataset: Dataset, encoded: Sequence[int])
     if not columns or not isinstance(dataset, Table):
         return None
     if config.name not in CONTRASTS or config.guide:
-        why = f"the loss {config.name} uses none" if config.name not in CONTRASTS else "a guide is for pairs alone"
+        reason = f"the loss {config.name}" if config.name not in CONTRASTS else "a loss with a guide (loss.guide)"
         raise ValueError(
-            f"the data has hard negatives in the column {columns[0]}, and {why}. --loss info_nce uses them; "
-            f"{_EXCLUDE_NEGATIVES}"
+            f"the data has hard negatives in the column {columns[0]}, but {reason} cannot use them. Use --loss info_nce "
+            f"without loss.guide, or {_EXCLUDE_NEGATIVES}"
         )
     if 1 not in encoded:
         raise ValueError(
-            f"the data has hard negatives in the column {columns[0]}, and the embeddings of a frozen second side are kept for "
-            f"pairs alone. keep_frozen=false computes them every time; {_EXCLUDE_NEGATIVES}"
+            f"the data has hard negatives in the column {columns[0]}, but the stored embeddings of a frozen second side do not "
+            f"include hard negatives. Use --set keep_frozen=false, or {_EXCLUDE_NEGATIVES}"
         )
     return WithNegatives(dataset)
 
 
-def of_batches(
-    config: LossConfig, dataset: Dataset, negatives: WithNegatives | None, taught: list[KeptEmbeddings] | None
+def make_input_reader(
+    config: LossConfig, dataset: Dataset, negatives: WithNegatives | None, embeddings: list[StoredEmbeddings] | None
 ) -> Callable[[Tensor], LossInputs]:
-    """A function from the indices of a batch on this rank, (n,), to the loss's further inputs.
+    """Returns a function from the indices of this rank's part of a batch, (n,), to the additional inputs of the loss.
 
     Args:
-        config: of the loss.
-        dataset: of the pairs.
-        negatives: from `with_negatives`.
-        taught: embeddings of both sides, from `teacher`.
+        config: the settings of the loss.
+        dataset: the dataset of the pairs.
+        negatives: the result of `add_negatives`.
+        embeddings: the embeddings of both sides by a teacher or a guide, from `embed_by_teacher`.
     """
-    labelled = dataset if config.name == "sup_con" and isinstance(dataset, Table) else None
+    labels = dataset if config.name == "sup_con" and isinstance(dataset, Table) else None
 
     def inputs_of(indices: Tensor) -> LossInputs:
         samples = indices.tolist()
         return LossInputs(
-            None if labelled is None else labelled.labels(samples),
-            None if taught is None else (taught[0].rows(indices), taught[1].rows(indices)),
+            None if labels is None else labels.labels(samples),
+            None if embeddings is None else (embeddings[0].rows(indices), embeddings[1].rows(indices)),
             None if negatives is None else negatives.owners(samples),
             None if negatives is None else negatives.negative_ids(samples),
         )
@@ -108,53 +108,56 @@ def of_batches(
     return inputs_of
 
 
-def teacher(
+def embed_by_teacher(
     spec: str, dataset: Dataset, folder: Path, world: World, *, chunk_size: int, workers: int | Executor
-) -> tuple[list[KeptEmbeddings], float]:
-    """The embeddings of both sides of all samples by a teacher or guide, computed once without augmentation, and its scale.
+) -> tuple[list[StoredEmbeddings], float]:
+    """Returns the embeddings of both sides of all samples by a teacher or a guide, without augmentation, and its scale.
 
     Args:
-        spec: the folder of a run, or a model by name.
-        dataset: of the pairs.
-        folder: for the embeddings, shared by all ranks.
+        spec: the folder of a run, or the name of a model.
+        dataset: the dataset of the pairs.
+        folder: the folder of the embeddings, which all ranks share.
         world: the ranks.
-        chunk_size: samples encoded at once.
-        workers: as for `Dataset.source`.
+        chunk_size: the number of samples that are encoded at once.
+        workers: the workers, as in `Dataset.source`.
     """
     pair = load_newest(Path(spec), world.device)[0] if Path(spec).is_dir() else towers.load(spec, dataset.sides)
     for module in pair.modules:
         module.to(world.device).requires_grad_(False).eval()
-    kept = partial(KeptEmbeddings, chunk_size=chunk_size, workers=workers, world=world)
-    return [kept(folder / name, dataset, side, pair) for side, name in enumerate(SIDES)], pair.logit_scale
+    embed = partial(StoredEmbeddings, chunk_size=chunk_size, workers=workers, world=world)
+    return [embed(folder / name, dataset, side, pair) for side, name in enumerate(SIDES)], pair.logit_scale
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The training loop, from the first step or from a checkpoint to the last step.
+# The training loop, from the first step or a checkpoint to the last step.
 #
 #     trainer = Trainer(config, pair, dataset, Path("runs/mine"), validation=other_dataset)
 #     trainer.fit()
 #
-# All ranks create a `Trainer` with the same arguments. build.py builds towers, loss and optimizer, step.py makes one
-# step, storage.py writes checkpoints and weights, config.py has the settings.
+# All ranks create a `Trainer` with the same arguments. build.py builds the towers, the loss and the optimizer. step.py makes
+# one step. storage.py writes checkpoints and weights. config.py defines the settings.
 
 
 LOG = logging.getLogger("megabatch")
-RECENT = 20  # steps whose mean loss is compared between evaluations
-SAMPLES_REPEATED = 64  # repeated to a whole chunk for the compiler
+RECENT = 20  # number of last steps whose mean loss is compared between evaluations
+SAMPLES_REPEATED = 64  # number of samples that are repeated to a full chunk for the compiler
 
 
 class Trainer:
     """Trains a model on a dataset.
 
     Args:
-        config: all settings. Its names of data and model are ignored in favour of the next two arguments.
-        pair: the towers with their initial weights, the same on all ranks. Moved to the device and trained in place.
-        dataset: pairs to train on.
-        folder: of the run; shared by all ranks.
-        validation: pairs to evaluate on, or None; several datasets by name. Metrics of all but the first have "NAME/" before.
-        observers: called on the first rank.
-        world: the ranks (default: this process alone, on the CPU).
-        command: the command line, recorded in the folder.
+        config: all settings. The names of the data and the model in them are ignored, because the next two arguments replace
+            them.
+        pair: the towers with their initial weights, which must be the same on all ranks. The trainer moves them to the device
+            and trains them in place.
+        dataset: the pairs to train on.
+        folder: the folder of the run, which all ranks share.
+        validation: the pairs to evaluate on. This is a dataset, several datasets by name, or None. The metrics of all datasets
+            but the first have the prefix "NAME/".
+        observers: the observers of the run. They are called only on the first rank.
+        world: the ranks (default: only this process, on the CPU).
+        command: the command line, which is recorded in the folder.
     """
 
     def __init__(
@@ -171,29 +174,27 @@ class Trainer:
     ) -> None:
         self.world = world or World(torch.device("cpu"))
         self.config, self.pair, self.dataset = config.on(self.world.device), pair, dataset
-        named = validation if isinstance(validation, Mapping) else {} if validation is None else {"": validation}
-        self.validation = {name if number else "": found for number, (name, found) in enumerate(named.items())}
+        by_name = validation if isinstance(validation, Mapping) else {} if validation is None else {"": validation}
+        self.validation = {name if number else "": data for number, (name, data) in enumerate(by_name.items())}
         if config.batch_size < self.world.size:
             raise ValueError(f"batch_size must be at least 1 for each of {self.world.size} ranks, got {config.batch_size}")
-        for found in self.validation.values():
-            if tuple(found.sides) != tuple(dataset.sides):
+        for data in self.validation.values():
+            if tuple(data.sides) != tuple(dataset.sides):
                 raise ValueError(
                     f"validation must have the sides of the training data, {' and '.join(dataset.sides)}, "
-                    f"got {' and '.join(found.sides)}"
+                    f"got {' and '.join(data.sides)}"
                 )
         if config.evaluate_every and not self.validation:
-            raise ValueError(
-                f"evaluate_every must be 0 without data to evaluate on (--validation), got {config.evaluate_every}"
-            )
+            raise ValueError(f"evaluate_every must be 0 without validation data (--validation), got {config.evaluate_every}")
         check_best(config, dataset.sides, list(self.validation))
         self._encoded = [side for side in (0, 1) if not config.keep_frozen or config.freeze != SIDES[side]]
-        self._negatives = with_negatives(config.loss, dataset, self._encoded)
+        self._negatives = add_negatives(config.loss, dataset, self._encoded)
         groups = len(dataset) if dataset.groups is None else dataset.groups
         self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
         self.steps = config.total_steps(self.order.batches_per_epoch)
         self.run = Run(folder, config, command, self.steps)
         self._observers = Observers(observers if self.world.rank == 0 else ())
-        self._unreadable = Unreadable(dataset, self.order.batches_per_epoch * config.batch_size)
+        self._unreadable = UnreadableSamples(dataset, self.order.batches_per_epoch * config.batch_size)
         self._missing_negatives = MissingNegatives()
         self._rate = highest_rate(config.optimizer, config.schedule, config.batch_size, self.steps)
         self._trained = build(self.config, pair, self._samples, self._encoded, self.world)
@@ -210,40 +211,43 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Steps done so far."""
+        """The number of steps that the run has completed."""
         return self.run.step
 
     def describe(self) -> dict[str, str]:
-        """Returns the header of a run: model, data, device, batch and learning rate."""
+        """Returns the rows of the header of a run: model, data, device, batch and learning rate."""
         config, schedule, batches = self.config, self.config.schedule, self.order.batches_per_epoch
-        others = [f"{len(found):,}{f' of {name}' if name else ''}" for name, found in self.validation.items()]
-        tested = f"{' and '.join(others) or 'none'} {'held out' if config.holdout else 'to evaluate on'}"
+        sizes = [f"{len(data):,}{f' of {name}' if name else ''}" for name, data in self.validation.items()]
+        validation = f"{' and '.join(sizes) or 'none'} {'held out' if config.holdout else 'to evaluate on'}"
         columns = f" (columns {', '.join(self.dataset.columns.all)})" if isinstance(self.dataset, Table) else ""
-        after = "constant" if schedule.name == "constant" else f"a cosine to {schedule.end * self._rate:.2g}"
+        decay = "constant" if schedule.name == "constant" else f"a cosine to {schedule.end * self._rate:.2g}"
         size = "" if config.chunk_size == "auto" else f" in chunks of {config.chunk_size:,}"
         return {
             "model": f"{sanitize(config.model)}: {self.pair.describe_parameters()}",
-            "data": f"{len(self.dataset):,} pairs of {sanitize(config.data)}{columns}, {tested}; an epoch has "
+            "data": f"{len(self.dataset):,} pairs of {sanitize(config.data)}{columns}, {validation}; an epoch has "
             f"{batches * config.batch_size:,} samples in {batches:,} {'batch' if batches == 1 else 'batches'}",
             "device": f"{describe_device(self.world)}, {config.precision}{', compiled' if self._trained.compiled else ''}",
             "batch": f"{config.batch_size:,} pairs{size}, loss {config.loss.name}",
             "learning rate": f"up to {self._rate:.2g} after {schedule.warm_up(self.steps):,} of {self.steps:,} steps, then "
-            f"{after}",
+            f"{decay}",
         }
 
     def resume(self, checkpoint: Path | None = None) -> bool:
-        """Resumes from a checkpoint, or from the newest intact one of the run's folder.
+        """Resumes from a checkpoint, or from the newest intact checkpoint in the folder of the run.
+
+        Args:
+            checkpoint: the folder of a checkpoint, which must be intact (default: the newest intact checkpoint of the run).
 
         Returns:
-            Whether there was one. A named checkpoint must exist and be intact.
+            Whether there was a checkpoint.
         """
         resumed = self._storage.resume(checkpoint)
         if resumed is None:
             return False
         if self.steps < self.step:
             raise ValueError(
-                f"steps must be at least {self.step:,}, because the checkpoint has so many, got {self.steps:,} "
-                "(--steps, --epochs)"
+                f"steps must be at least {self.step:,}, because the checkpoint was saved after so many steps, got "
+                f"{self.steps:,} (--steps, --epochs)"
             )
         self._fit = resumed.fit
         self._health.restore(self.run.health)
@@ -257,19 +261,19 @@ class Trainer:
         """Trains to the last step, saves the model and evaluates it.
 
         Returns:
-            Metrics of the last evaluation; None without validation data.
+            The metrics of the last evaluation, or None without validation data.
 
         Raises:
-            StoppedError: after Ctrl-C or SIGTERM, once a checkpoint is saved.
-            TrainingFailedError: the model learned nothing (unless `collapse` is "warn"), once a checkpoint is saved.
-            CheckpointError: the last checkpoint or the model could not be written; `describe_saved` tells what is on disk.
-            LockedError: another process or thread writes to the run's folder.
+            StoppedError: after Ctrl-C or SIGTERM. A checkpoint is saved first.
+            TrainingFailedError: if the model learned nothing, unless `collapse` is "warn". The state is saved first.
+            CheckpointError: if the last checkpoint or the model could not be written. `describe_saved` returns what is on disk.
+            LockedError: if another process or thread writes to the folder of the run.
         """
         problem = None
-        with ExitStack() as held:
+        with ExitStack() as lock:
             if self.world.rank == 0:
                 try:
-                    held.enter_context(run.lock_folder(self.run.folder))
+                    lock.enter_context(run.lock_folder(self.run.folder))
                 except run.LockedError as error:
                     problem = str(error)
             if problem := self.world.from_first(problem):
@@ -281,62 +285,62 @@ class Trainer:
         self._storage.open()
         self._observers.start(self.run)
         try:
-            products = fast_products(self.config.precision, self.world.device)
+            tf32 = allow_tf32(self.config.precision, self.world.device)
             compiler = compiler_settings() if self._trained.compiled else nullcontext()
-            with requests(impatient=self.world.size == 1) as request, self._readers() as workers, products, compiler:
-                failed = None
+            with record_signals(end_at_second=self.world.size == 1) as stop, self._open_readers() as workers, tf32, compiler:
+                checkpoint_error = None
                 try:
-                    self._train(self._make_step(workers), request)
+                    self._train(self._make_step(workers), stop)
                 except CheckpointError as error:
-                    if not self._storage.weights_saved or request.number:
+                    if not self._storage.weights_saved or stop.number:
                         raise
-                    failed = error  # the last checkpoint; the weights are saved, and are evaluated first
-                if not self._storage.weights_saved:  # resumed after its last step
+                    checkpoint_error = error  # the weights are saved, so they are evaluated before the error is raised
+                if not self._storage.weights_saved:  # the run resumed after its last step
                     self._storage.save_weights()
                 result = self._evaluate(workers) if self.validation else None
-                if failed is not None:
-                    raise failed
+                if checkpoint_error is not None:
+                    raise checkpoint_error
                 if self.config.collapse == "stop" and (failure := self._health.final_failure(self.step)):
                     raise TrainingFailedError(
                         f"the run has ended, but its model is of no use: {failure}. {self.describe_saved()}"
                     )
         finally:
             self._observers.finish(self.run)
-            self._unreadable.count()
+            self._unreadable.log_total()
             if self.world.rank == 0:
-                self._missing_negatives.count()
+                self._missing_negatives.log_total()
         if result is not None and self.world.rank == 0:
-            self._storage.name_best(result, self._recent_loss())
+            self._storage.log_best(result, self._recent_loss())
         return result
 
     def _make_step(self, workers: int | Executor) -> Step:
-        """Finds the chunk sizes, and computes the embeddings of a teacher and of a frozen side, before the first step."""
+        """Chooses chunk sizes, computes the embeddings of a teacher and a frozen side, and returns the training step."""
         if self.step == 0:
             self._seed(0)
         modules = self.pair.modules
-        dataset = self._resident(workers)  # first: chunks and graphs share the memory that is left
+        dataset = self._load_resident(workers)  # before chunks and graphs, which share the remaining memory
         if self._fit is None:
             share = -(-self.config.batch_size // self.world.size)
             with without_compiler(modules), autocast(self.config.precision, self.world.device):
-                self._fit = what_fits(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
+                self._fit = choose_fit(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
             if self.config.chunk_size == "auto" and self.world.rank == 0:
-                of_towers = zip(self._fit.chunk_sizes, self.pair.towers, strict=True)
-                chunks = " and ".join(dict.fromkeys(f"{size:,} {tower.kind}s" for size, tower in of_towers))
+                by_tower = zip(self._fit.chunk_sizes, self.pair.towers, strict=True)
+                chunks = " and ".join(dict.fromkeys(f"{size:,} {tower.kind}s" for size, tower in by_tower))
                 LOG.info("%s", format_row("chunk size", chunks))
-        loss, taught = self.config.loss, None
+        loss, embeddings = self.config.loss, None
         if spec := loss.teacher or loss.guide:
-            place, chunk_size = self.run.folder / TEACHER, min(self._fit.chunk_sizes)
-            # A teacher is built with random weights first; these must not change generators that `resume` has restored.
+            folder, chunk_size = self.run.folder / TEACHER, min(self._fit.chunk_sizes)
+            # A teacher is built with random weights first. This must not change the generators that `resume` has restored.
             with randomness.preserve_generators([self.world.device]), autocast(self.config.precision, self.world.device):
-                taught, self.objective.teacher_scale = teacher(
-                    spec, self.dataset, place, self.world, chunk_size=chunk_size, workers=workers
+                embeddings, self.objective.teacher_scale = embed_by_teacher(
+                    spec, self.dataset, folder, self.world, chunk_size=chunk_size, workers=workers
                 )
-        self.objective.inputs_of = of_batches(loss, self.dataset, self._negatives, taught)
-        known = self._embed_frozen_side(workers, self._fit)
-        return Step(self.config, self._trained, dataset, known, self.world, self._fit, workers)
+        self.objective.inputs_of = make_input_reader(loss, self.dataset, self._negatives, embeddings)
+        stored = self._embed_frozen_side(workers, self._fit)
+        return Step(self.config, self._trained, dataset, stored, self.world, self._fit, workers)
 
-    def _resident(self, workers: int | Executor) -> Dataset:
-        """The dataset of the steps, on the device if `memory.resident` says so."""
+    def _load_resident(self, workers: int | Executor) -> Dataset:
+        """Returns the dataset of the steps. Moves it to the device if `memory.resident` is set."""
         share = self.config.memory.resident
         if not share or isinstance(self.dataset, Resident):
             return self._negatives or self.dataset
@@ -347,21 +351,21 @@ class Trainer:
         return Resident(self.dataset, self.pair.towers, device, limit=limit, **options)
 
     def _compile(self, fit: Fit) -> None:
-        """Compiles the towers for chunks of the training."""
+        """Compiles the towers for the chunks of the training if compilation is on."""
         if self._trained.compiled and self.step < self.steps:
             chunks = [repeat_inputs(self._samples(side, SAMPLES_REPEATED), size) for side, size in enumerate(fit.chunk_sizes)]
             with autocast(self.config.precision, self.world.device):
                 warm_up(self.pair.modules, chunks, self.world)
 
-    def _embed_frozen_side(self, workers: int | Executor, fit: Fit) -> dict[int, KeptEmbeddings]:
-        """Embeddings of the frozen side, by its index, if they are computed once."""
+    def _embed_frozen_side(self, workers: int | Executor, fit: Fit) -> dict[int, StoredEmbeddings]:
+        """Returns the embeddings of the frozen side by its index. Empty if they are not computed in advance."""
         if self.config.freeze == "none" or not self.config.keep_frozen:
             return {}
         side = SIDES.index(self.config.freeze)
         if self.config.augment and self.world.rank == 0:
             LOG.info("the frozen side is not augmented, because its embeddings are computed once (keep_frozen)")
-        with whole(self.pair.modules), autocast(self.config.precision, self.world.device):
-            kept = KeptEmbeddings(
+        with gather_parameters(self.pair.modules), autocast(self.config.precision, self.world.device):
+            embeddings = StoredEmbeddings(
                 self.run.folder / FROZEN,
                 self.dataset,
                 side,
@@ -370,34 +374,35 @@ class Trainer:
                 workers=workers,
                 world=self.world,
             )
-        return {side: kept}
+        return {side: embeddings}
 
-    def _train(self, step: Step, request: Request) -> None:
-        coming = map(step.prepare, self.order.batches(self.step, self.steps))
-        upcoming = next(coming, None)
+    def _train(self, step: Step, stop: StopSignal) -> None:
+        batches = map(step.prepare, self.order.batches(self.step, self.steps))
+        next_inputs = next(batches, None)
         try:
-            self._compile(step.fit)  # while the first batch is read
+            self._compile(step.fit)  # while workers read the first batch
             clock = Clock(self.world.device)
             with clock.activate():
-                while upcoming is not None:
-                    inputs, upcoming = upcoming, next(coming, None)  # the next batch is read while this one trains
+                while next_inputs is not None:
+                    inputs, next_inputs = next_inputs, next(batches, None)  # workers read the next batch during this step
                     try:
-                        self._one_step(step, inputs, request, clock)
+                        self._train_step(step, inputs, stop, clock)
                     finally:
                         inputs.stop()
                     del inputs
         except Exception as error:
-            # The checkpoint that is being written is still good. Ending it needs all ranks, and all raise these errors.
+            # The checkpoint that is being written is still valid. Completing it needs all ranks, and all ranks raise these two
+            # errors.
             if self.world.size == 1 or isinstance(error, FloatingPointError | NoNegativesError):
-                self._storage.settle(wait=True)
+                self._storage.complete_pending(wait=True)
             raise
         finally:
-            if upcoming is not None:
-                upcoming.stop()
+            if next_inputs is not None:
+                next_inputs.stop()
 
-    def _one_step(self, step: Step, inputs: StepInputs, request: Request, clock: Clock) -> None:
-        """One step, then its record, and a checkpoint and an evaluation if they are due."""
-        began = time.perf_counter()
+    def _train_step(self, step: Step, inputs: StepInputs, stop: StopSignal, clock: Clock) -> None:
+        """Makes one step and records it. Then writes a checkpoint and evaluates the model if they are due."""
+        start = time.perf_counter()
         batch = inputs.batch
         rate = learning_rate(self.config.schedule, self._rate, batch.number, self.steps)
         try:
@@ -413,29 +418,29 @@ class Trainer:
             with phase("optimizer"):
                 self.average.update(self.step)
         self._unreadable.check(self.step, self.config.batch_size, outcome.pairs, self.world)
-        stop, late = map(int, self.world.max([request.number, self._storage.overdue()]))
-        self._record(outcome, batch.epoch, rate, began, clock)
-        self._unreadable.name_new()
-        if self.world.rank == 0:  # the number is of all ranks
-            self._missing_negatives.note(self.step, outcome.without_negatives, outcome.pairs)
+        stop_number, is_overdue = map(int, self.world.max([stop.number, self._storage.is_overdue()]))
+        self._record(outcome, batch.epoch, rate, start, clock)
+        self._unreadable.log_new()
+        if self.world.rank == 0:  # the outcome counts the pairs of all ranks
+            self._missing_negatives.add(self.step, outcome.without_negatives, outcome.pairs)
         failure = self._health.failure() if self.config.collapse == "stop" else None
         with phase("checkpoint"):
-            self._storage.after_step(step.fit, now=bool(late), stopping=bool(stop or failure))
-        if stop:
-            raise self._describe_stop(stop)
+            self._storage.after_step(step.fit, now=bool(is_overdue), stopping=bool(stop_number or failure))
+        if stop_number:
+            raise self._describe_stop(stop_number)
         if failure:
             raise TrainingFailedError(
                 f"the run ends after step {self.step} of {self.steps}, because of this problem: {failure}. "
-                f"{self.describe_saved()}. --set collapse=warn trains on"
+                f"{self.describe_saved()}. To continue in spite of the problem, use --set collapse=warn"
             )
         every = self.config.evaluate_every
         if self.validation and every and self.step % every == 0 and self.step < self.steps:
-            with phase("evaluation"):  # the last one comes after the loop
+            with phase("evaluation"):  # the last evaluation follows after the loop
                 self._evaluate(step.workers)
 
-    def _record(self, outcome: Outcome, epoch: int, rate: float, began: float, clock: Clock) -> None:
+    def _record(self, outcome: Outcome, epoch: int, rate: float, start: float, clock: Clock) -> None:
         numbers = self.objective.numbers()  # waits for the device
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         self.run.pairs += outcome.pairs
         self.run.seconds += seconds
         record = {
@@ -447,7 +452,7 @@ class Trainer:
             "learning_rate": rate,
             "gradient_norm": outcome.gradient_norm,
             "pairs_per_second": outcome.pairs / seconds,
-            **self._trained.utilisation.numbers(outcome.pairs, seconds),
+            **self._trained.utilization.numbers(outcome.pairs, seconds),
             "memory_bytes": peak_bytes(self.world.device),
             "seconds": self.run.seconds,
             "phases": clock.lap(),
@@ -466,40 +471,40 @@ class Trainer:
         self._observers.step(record)
 
     def _recent_loss(self) -> float | None:
-        """The mean loss of the last steps; None before the first."""
+        """Returns the mean loss of the last steps, or None before the first step."""
         return sum(self._losses) / len(self._losses) if self._losses else None
 
     def _evaluate(self, workers: int | Executor) -> dict[str, float]:
         result: dict[str, float] = {}
-        weights = whole(self.pair.modules)
-        with self._trained.use_average(), weights, autocast(self.config.precision, self.world.device):
+        gathered = gather_parameters(self.pair.modules)
+        with self._trained.use_average(), gathered, autocast(self.config.precision, self.world.device):
             # A chunk that fits with a graph fits without one.
             chunk_size = 256 if self._fit is None else min(256, *self._fit.chunk_sizes)
             scale = self.objective.numbers()["scale"]
             for name, dataset in self.validation.items():
-                found = evaluate(
+                metrics = evaluate(
                     self.pair, dataset, scale=scale, chunk_size=chunk_size, workers=workers, group=self.world.group
                 )
-                result |= {f"{name}/{key}" if name else key: value for key, value in found.items()}
+                result |= {f"{name}/{key}" if name else key: value for key, value in metrics.items()}
         self._observers.on_evaluation({"step": self.step, "evaluation": result})
         if self.config.evaluate_every and self.config.checkpoint.best != "none":
-            self._storage.keep_best(result, self._recent_loss())
+            self._storage.save_best(result, self._recent_loss())
         return result
 
     def describe_saved(self) -> str:
-        """The state of the disk, for a message after a failure."""
+        """Returns a sentence about the weights and the checkpoint on disk, for a message after a failure."""
         return self._storage.describe_saved()
 
     def _describe_stop(self, number: int) -> StoppedError:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         message = (
-            f"stopped by {name} after step {self.step} of {self.steps}, and saved; continue with "
+            f"stopped by {name} after step {self.step} of {self.steps}. A checkpoint is saved. Continue with "
             f"megabatch train --resume {self.run.folder}"
         )
         return StoppedError(message, number)
 
     def _samples(self, side: int, count: int) -> Any:
-        """Inputs of the first samples of one side."""
+        """Returns the inputs of the first samples of one side."""
         indices = range(min(count, len(self.dataset)))
         source = self.dataset.source(indices, side, self.pair.towers[side], augment=False)
         return next(iter(source.chunks([(0, len(indices))], None)))
@@ -510,7 +515,7 @@ class Trainer:
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _readers(self) -> AbstractContextManager[int | Executor]:
+    def _open_readers(self) -> AbstractContextManager[int | Executor]:
         datasets = [self.dataset, *self.validation.values()]
         preparations = [getattr(tower.prepare, "__self__", tower.prepare) for tower in self.pair.towers]
         count = reader_count(self.config, self.world)

@@ -1,4 +1,4 @@
-"""The training loss over all ranks, with a learned scale and bias, over the pairs that could be read."""
+"""Computes the training loss over the readable pairs of all ranks, and stores the embeddings of a frozen side."""
 
 import logging
 import math
@@ -35,36 +35,36 @@ from megabatch_train.trainer.health import pair_statistics
 
 LOG = logging.getLogger("megabatch")
 SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0  # initial values of the SigLIP paper
-WITHOUT_IDS = ("nt_xent", "sup_con")  # losses that ignore the ids of pairs
+WITHOUT_IDS = ("nt_xent", "sup_con")  # losses that ignore ids
 
 
 class NoNegativesError(ValueError):
-    """No pair of a batch has a negative. All ranks raise it."""
+    """Raised on all ranks if no pair of a batch has a negative."""
 
 
 class LossInputs(NamedTuple):
-    """Inputs of a loss beside the embeddings of a batch's pairs, on this rank."""
+    """Inputs of a loss on this rank, in addition to the embeddings of the pairs."""
 
     labels: Tensor | None = None  # (n,) int64 classes
-    teacher: tuple[Tensor, Tensor] | None = None  # (n, E), (n, E) embeddings of a teacher or a guide
-    owners: Tensor | None = None  # (m,) int64: the pair that each hard negative belongs to
+    teacher: tuple[Tensor, Tensor] | None = None  # (n, E), (n, E) embeddings by a teacher or a guide
+    owners: Tensor | None = None  # (m,) int64: the index of the pair that each hard negative belongs to
     negative_ids: Tensor | None = None  # (m,) or (m, 2) int64
 
-    def of_readable(self, usable: Tensor) -> "LossInputs":  # (n,) bool
-        """The same for the pairs that could be read, and for their negatives."""
-        kept = None if self.owners is None else usable[self.owners]
+    def select(self, usable: Tensor) -> "LossInputs":  # (n,) bool
+        """Returns the inputs of the usable pairs and of their hard negatives."""
+        rows = None if self.owners is None else usable[self.owners]
         return LossInputs(
             None if self.labels is None else self.labels[usable],
             None if self.teacher is None else (self.teacher[0][usable], self.teacher[1][usable]),
-            None if self.owners is None else (usable.cumsum(0) - 1)[self.owners[kept]],
-            None if self.negative_ids is None else self.negative_ids[kept],
+            None if self.owners is None else (usable.cumsum(0) - 1)[self.owners[rows]],
+            None if self.negative_ids is None else self.negative_ids[rows],
         )
 
     def to(self, device: torch.device) -> "LossInputs":
-        """The same on a device."""
-        moved = [value if value is None else value.to(device) for value in (self.labels, self.owners, self.negative_ids)]
+        """Returns the inputs on a device."""
+        tensors = [value if value is None else value.to(device) for value in (self.labels, self.owners, self.negative_ids)]
         teacher = None if self.teacher is None else (self.teacher[0].to(device), self.teacher[1].to(device))
-        return LossInputs(moved[0], teacher, *moved[1:])
+        return LossInputs(tensors[0], teacher, *tensors[1:])
 
 
 NO_INPUTS = LossInputs()
@@ -74,10 +74,10 @@ class Objective(nn.Module):
     """The loss with its learned scale and bias.
 
     Args:
-        config: of the loss.
-        scale: of the model, exponentiated.
-        bias: of the model; None if it was not trained with SigLIP.
-        dtype: of the two parameters.
+        config: the settings of the loss.
+        scale: the scale of the model, already exponentiated.
+        bias: the bias of the model, or None if it was not trained with SigLIP.
+        dtype: the dtype of the two parameters.
     """
 
     def __init__(self, config: LossConfig, scale: float, bias: float | None, dtype: torch.dtype = torch.float32) -> None:
@@ -85,14 +85,14 @@ class Objective(nn.Module):
         self.config = config
         self.bias: nn.Parameter | None = None
         if config.name == "siglip":
-            if bias is None:  # the model's scale is for another loss
+            if bias is None:  # the scale of the model belongs to another loss
                 scale, bias = SIGLIP_SCALE, SIGLIP_BIAS
             self.bias = nn.Parameter(torch.tensor(bias if config.bias is None else config.bias, dtype=dtype))
-        beginning = min(scale if config.scale is None else config.scale, config.max_scale)
-        self.log_scale = nn.Parameter(torch.tensor(math.log(beginning), dtype=dtype))
-        self.inputs_of: Callable[[Tensor], LossInputs] = lambda indices: NO_INPUTS  # of the samples of a batch
+        initial_scale = min(scale if config.scale is None else config.scale, config.max_scale)
+        self.log_scale = nn.Parameter(torch.tensor(math.log(initial_scale), dtype=dtype))
+        self.inputs_of: Callable[[Tensor], LossInputs] = lambda indices: NO_INPUTS  # from the indices of samples
         self.teacher_scale = 1.0
-        self._told = False  # about the full dimension
+        self._full_dim_logged = False
 
     def forward(
         self,
@@ -103,7 +103,7 @@ class Objective(nn.Module):
         inputs: LossInputs = NO_INPUTS,
         negatives: Tensor | None = None,
     ) -> Tensor:  # ()
-        """This rank's share of the loss over all ranks. `negatives` are the embeddings of hard negatives, (m, D)."""
+        """Returns this rank's share of the loss over all ranks. `negatives` are the embeddings of hard negatives, (m, D)."""
         scale, group, config = self.log_scale.exp(), world.group, self.config
         if config.name in CONTRASTS:
             return self._contrast(first, second, ids, world, inputs, negatives)
@@ -126,14 +126,14 @@ class Objective(nn.Module):
         return loss
 
     def _all_widths(self, full: int, world: World) -> list[int]:
-        """The widths of the config and the full dimension, because columns beyond the largest width would not be trained."""
-        given = list(self.config.widths)
-        if max(given) >= full:
-            return given
-        if not self._told and world.rank == 0:
-            LOG.info("loss.widths %s do not include the full dimension %d, which is trained too", given, full)
-        self._told = True
-        return [*given, full]
+        """Returns the dims of `loss.widths` and the full dim. Without the full dim, the last columns would not be trained."""
+        widths = list(self.config.widths)
+        if max(widths) >= full:
+            return widths
+        if not self._full_dim_logged and world.rank == 0:
+            LOG.info("loss.widths %s do not contain the full dim %d, so the full dim is trained, too", widths, full)
+        self._full_dim_logged = True
+        return [*widths, full]
 
     def _contrast(
         self, first: Tensor, second: Tensor, ids: Tensor | None, world: World, inputs: LossInputs, negatives: Tensor | None
@@ -160,25 +160,25 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def clamp(self) -> None:
-        """Clamps the scale to `max_scale`, after a step of the optimizer."""
+        """Clamps the scale to `max_scale` after an optimizer step."""
         self.log_scale.clamp_(max=math.log(self.config.max_scale))
 
     def numbers(self) -> dict[str, float]:
-        """Current scale and bias, for logs and for the saved model."""
-        found = {"scale": self.log_scale.detach().exp().item()}
-        return found if self.bias is None else {**found, "bias": self.bias.detach().item()}
+        """Returns the current scale and bias, for logs and for the saved model."""
+        numbers = {"scale": self.log_scale.detach().exp().item()}
+        return numbers if self.bias is None else {**numbers, "bias": self.bias.detach().item()}
 
 
 class ReadablePairs:
-    """The loss of one step as a function of embeddings; pairs with an unreadable side are skipped.
+    """The loss of one step as a function of the embeddings. It skips pairs with an unreadable side.
 
     Args:
         objective: the loss.
         world: the ranks.
-        usable: returns a mask of this rank's readable pairs; called after both sides have been read.
-        ids: (n,) or (n, 2), of this rank's pairs, or None.
-        known: embeddings of a frozen side, by the index of the side.
-        indices: of this rank's samples.
+        usable: a function that returns a mask of this rank's readable pairs. It is called after both sides have been read.
+        ids: the ids of this rank's pairs, (n,) or (n, 2), or None.
+        stored: the embeddings of a frozen side, by the index of the side.
+        indices: the indices of this rank's samples.
     """
 
     def __init__(
@@ -187,31 +187,32 @@ class ReadablePairs:
         world: World,
         usable: Callable[[], Tensor],
         ids: Tensor | None,
-        known: dict[int, Tensor],
+        stored: dict[int, Tensor],
         indices: Tensor | None = None,  # (n,) int64
     ) -> None:
-        self._objective, self._world, self._usable, self._ids, self._known = objective, world, usable, ids, known
+        self._objective, self._world, self._usable, self._ids, self._stored = objective, world, usable, ids, stored
         self._inputs = NO_INPUTS if indices is None else objective.inputs_of(indices)
-        self.pairs = 0  # readable pairs on all ranks; set by the call
-        self.statistics = torch.zeros(4, dtype=torch.float64)  # `pair_statistics` of this rank's pairs; set by the call
-        self.without_negatives = 0  # those of them that have no negative in the batch; set by the call
+        # A call sets these attributes.
+        self.pairs = 0  # number of readable pairs on all ranks
+        self.statistics = torch.zeros(4, dtype=torch.float64)  # `pair_statistics` of this rank's pairs
+        self.without_negatives = 0  # number of readable pairs that have no negative in the batch
 
     @property
     def further_rows(self) -> bool:
-        """Whether the second side has hard negatives after the pairs, for `cached_backward`."""
+        """Whether the second side has rows of hard negatives after the pairs. `cached_backward` reads this property."""
         return self._inputs.owners is not None
 
     def __call__(self, *encoded: Tensor) -> Tensor:  # ()
-        """This rank's share of the loss; zero, with zero gradients, if no rank has a readable pair.
+        """Returns this rank's share of the loss. If no rank has a readable pair, loss and gradients are zero.
 
         Raises:
-            NoNegativesError: no pair of the batch has a negative, on all ranks.
+            NoNegativesError: if no pair of the batch has a negative. All ranks raise it.
         """
-        first, second = self._both(encoded)
+        first, second = self._both_sides(encoded)
         usable = self._usable().to(first.device)  # (n,)
         owners = self._inputs.owners
-        further = 0 if owners is None else int(usable[owners.to(usable.device)].sum())
-        self.pairs, tried, further = map(round, self._world.sum([int(usable.sum()), len(usable), further]))
+        negative_count = 0 if owners is None else int(usable[owners.to(usable.device)].sum())
+        self.pairs, tried, negative_count = map(round, self._world.sum([int(usable.sum()), len(usable), negative_count]))
         if self.pairs == 0:
             return sum((part.sum() for part in encoded), self._objective.log_scale.sum()) * 0
         ids = None if self._ids is None else self._ids.to(first.device)
@@ -221,8 +222,8 @@ class ReadablePairs:
         if not bool(usable.all()):
             negatives = None if negatives is None or inputs.owners is None else negatives[usable[inputs.owners]]
             first, second, ids = first[usable], second[usable], None if ids is None else ids[usable]
-            inputs = inputs.of_readable(usable)
-        self.without_negatives = 0 if further else self._count_without_negatives(ids)
+            inputs = inputs.select(usable)
+        self.without_negatives = 0 if negative_count else self._count_without_negatives(ids)
         if self.without_negatives == self.pairs == tried:
             raise NoNegativesError(_explain_missing_negatives(tried))
         self.statistics = pair_statistics(first, second)
@@ -230,14 +231,14 @@ class ReadablePairs:
         return loss
 
     def _count_without_negatives(self, ids: Tensor | None) -> int:
-        """The number of pairs on all ranks that are related to every other pair of the batch."""
+        """Returns the number of pairs on all ranks that share an image or a text with every other pair of the batch."""
         if ids is None or self._objective.config.name in WITHOUT_IDS:
             return int(self.pairs == 1)
         return int((count_others(self._world.gather_rows(ids).cpu()) == 0).sum())
 
-    def _both(self, encoded: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        waiting = iter(encoded)
-        first, second = (self._known[side] if side in self._known else next(waiting) for side in (0, 1))
+    def _both_sides(self, encoded: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        rest = iter(encoded)
+        first, second = (self._stored[side] if side in self._stored else next(rest) for side in (0, 1))
         return first, second
 
 
@@ -245,31 +246,31 @@ def _explain_missing_negatives(pairs: int) -> str:
     if pairs == 1:
         return "batch_size must be at least 2, because the negatives of a pair are the other pairs of its batch, got 1"
     return (
-        f"a batch must have negatives, got {pairs:,} pairs that all share an image or a text with one another, so that none is "
-        "a negative of another and the loss is 0. If the columns are right (--columns), hard negatives (--loss info_nce) or "
-        "loss.ids=false, which makes every other pair a negative, may help"
+        f"a batch must have negatives, got {pairs:,} pairs that all share an image or a text with one another. So no pair is a "
+        "negative of another one, and the loss is 0. Check --columns. If the columns are right, use hard negatives "
+        "(--loss info_nce), or set loss.ids=false, which makes every other pair a negative"
     )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Embeddings of a frozen side. They are the same in every epoch, so without augmentation they are computed once and stored in
-# the run's folder; later epochs and resumed runs read them.
+# Embeddings of a frozen side. Without augmentation they are the same in every epoch, so they are computed once and stored in
+# the folder of the run. Later epochs and resumed runs read them.
 
 
-ROWS = 1 << 16  # per file: small enough for memory, large enough to keep the number of files low
+ROWS = 1 << 16  # number of rows of a file. A file fits in memory, and the number of files stays low
 
 
-class KeptEmbeddings:
-    """Embeddings of one side of a whole dataset, on disk, without augmentation.
+class StoredEmbeddings:
+    """Embeddings of one side of a dataset, without augmentation, on disk.
 
     Args:
-        folder: shared by all ranks; existing files are used if they come from the same tower.
-        dataset: to encode.
+        folder: a folder that all ranks share. Files that it already contains are used if they come from the same tower.
+        dataset: the dataset to encode.
         side: 0 or 1.
         pair: the towers.
-        chunk_size: samples encoded at once.
-        workers: as for `Dataset.source`.
-        world: the ranks, each of which encodes a part.
+        chunk_size: the number of samples that are encoded at once.
+        workers: the workers, as in `Dataset.source`.
+        world: the ranks. Each rank encodes a part of the dataset.
     """
 
     def __init__(
@@ -284,46 +285,46 @@ class KeptEmbeddings:
         world: World,
     ) -> None:
         tower = pair.towers[side]
-        self._places = [
+        self._paths = [
             folder / f"{_fingerprint(tower.module, dataset)}_{start:010d}.pt" for start in range(0, len(dataset), ROWS)
         ]
-        for number, place in enumerate(self._places):
-            if number % world.size == world.rank and not _whole(place):
+        for number, path in enumerate(self._paths):
+            if number % world.size == world.rank and not _is_readable(path):
                 rows = range(number * ROWS, min((number + 1) * ROWS, len(dataset)))
-                LOG.info("encoding samples %d to %d of %d once, with a frozen tower", rows.start, rows.stop - 1, len(dataset))
-                found = embed(tower, dataset, side, rows, chunk_size=chunk_size, workers=workers).cpu()
+                LOG.info("a frozen tower encodes samples %d to %d of %d, only once", rows.start, rows.stop - 1, len(dataset))
+                embeddings = embed(tower, dataset, side, rows, chunk_size=chunk_size, workers=workers).cpu()
                 failures = {index: dataset.failures[index] for index in rows if index in dataset.failures}
-                file_io.write(place, partial(torch.save, {"embeddings": found, "failures": failures}))
-        world.gather_objects(None)  # a barrier: all blocks are written
-        self._blocks: list[Tensor] = []
-        for place in self._places:
-            block = torch.load(place, mmap=True, weights_only=True)
-            self._blocks.append(block["embeddings"])
-            dataset.failures |= {index: reason for index, reason in block["failures"].items() if index not in dataset.failures}
+                file_io.write(path, partial(torch.save, {"embeddings": embeddings, "failures": failures}))
+        world.gather_objects(None)  # a barrier, after which all files are written
+        self._parts: list[Tensor] = []
+        for path in self._paths:
+            part = torch.load(path, mmap=True, weights_only=True)
+            self._parts.append(part["embeddings"])
+            dataset.failures |= {index: reason for index, reason in part["failures"].items() if index not in dataset.failures}
 
     def rows(self, indices: Tensor) -> Tensor:  # (n,) int64 -> (n, D)
-        """Embeddings of these samples."""
-        result = self._blocks[0].new_empty(len(indices), self._blocks[0].shape[1])
-        blocks = indices // ROWS
-        for number in sorted(set(blocks.tolist())):
-            here = blocks == number
-            result[here] = self._blocks[number][indices[here] - number * ROWS]
+        """Returns the embeddings of these samples."""
+        result = self._parts[0].new_empty(len(indices), self._parts[0].shape[1])
+        file_numbers = indices // ROWS
+        for number in sorted(set(file_numbers.tolist())):
+            mask = file_numbers == number
+            result[mask] = self._parts[number][indices[mask] - number * ROWS]
         return result
 
 
 def _fingerprint(module: nn.Module, dataset: Dataset) -> str:
-    """Checksum of the number of samples and of the frozen weights."""
+    """Returns a checksum of the number of samples, the frozen weights and the buffers."""
     value = zlib.crc32(f"{len(dataset)}".encode())
-    fixed = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
-    for name, tensor in (*fixed, *module.named_buffers()):
-        whole = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-        value = zlib.crc32(f"{name} {checksum(whole)}".encode(), value)
+    frozen_weights = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+    for name, tensor in (*frozen_weights, *module.named_buffers()):
+        full = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        value = zlib.crc32(f"{name} {checksum(full)}".encode(), value)
     return f"{value:08x}"
 
 
-def _whole(place: Path) -> bool:
+def _is_readable(path: Path) -> bool:
     try:
-        torch.load(place, mmap=True, weights_only=True)
-    except Exception:  # missing or damaged: it is written again
+        torch.load(path, mmap=True, weights_only=True)
+    except Exception:  # the file is missing or damaged, so it is written again
         return False
     return True

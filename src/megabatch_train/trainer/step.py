@@ -1,4 +1,4 @@
-"""One training step: forward, backward, averaging over ranks, clipping, and the optimizer; embeddings of a frozen side."""
+"""One training step: forward and backward pass, averages over ranks, clipping and the optimizer. Also chooses chunk sizes."""
 
 import gc
 import logging
@@ -28,41 +28,41 @@ from megabatch_train.towers.tower import forward_backward, set_checkpointing
 from megabatch_train.trainer.build import Trained, autocast
 from megabatch_train.trainer.config import MemoryConfig, TrainConfig
 from megabatch_train.trainer.health import PairStatistics, average_statistics
-from megabatch_train.trainer.loss import KeptEmbeddings, ReadablePairs
+from megabatch_train.trainer.loss import ReadablePairs, StoredEmbeddings
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Memory of a step: the chunk size of each tower, activation checkpointing, and the memory budget for kept graphs.
 #
-# The chunk size doubles while the next size surely fits into its fraction of the free memory. This fraction is small, because a
-# chunk only needs to keep the device busy. The rest of the memory is better spent on kept graphs, which save second forward
+# The chunk size doubles while the next size certainly fits in its fraction of the free memory. This fraction is small, because
+# a chunk only needs to keep the device busy. The rest of the memory is better spent on kept graphs, which save second forward
 # passes. If memory runs out in training, chunk size and budget are halved and the step is repeated. Checkpoints store both,
 # because another chunk size rounds differently, and a resumed run should be bitwise identical.
 #
-# Activation checkpointing costs one more forward pass, but allows larger chunks and more kept graphs. The trainer measures
-# which is faster if chunks without it are too small to keep the device busy.
+# Activation checkpointing costs one more forward pass, but allows larger chunks and more kept graphs. If chunks without it are
+# too small to keep the device busy, the trainer measures whether activation checkpointing is faster.
 
 LOG = logging.getLogger("megabatch")
-ON_CPU = 256  # samples: enough for two cores (docs/log.md, "Emoji"), and little memory
-FIRST_TRIED = 32  # samples, on CUDA
-OPTIMIZER_COPIES = 3  # of the parameters, allocated in the first step: gradients and two moments
+ON_CPU = 256  # chunk size on a CPU. It is large enough for two cores (docs/log.md, "Emoji"), and needs little memory
+FIRST_TRIED = 32  # first chunk size that is measured on CUDA
+OPTIMIZER_COPIES = 3  # copies of the parameters that the first step allocates: gradients and two moments
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Chunk sizes, memory for graphs, and whether activations are computed again."""
+    """Chunk sizes, memory for graphs, and whether activation checkpointing is on."""
 
-    chunk_sizes: tuple[int, ...]  # of each side
+    chunk_sizes: tuple[int, ...]  # one for each side
     graph_bytes: int
     checkpointing: bool = False
 
     def halve(self) -> "Fit":
-        """Half of both, after a step ran out of memory."""
+        """Returns a fit with half of the chunk sizes and half of the memory for graphs."""
         return replace(
             self, chunk_sizes=tuple(max(1, size // 2) for size in self.chunk_sizes), graph_bytes=self.graph_bytes // 2
         )
 
 
-def what_fits(
+def choose_fit(
     config: MemoryConfig,
     chunk_size: int | str,
     modules: Sequence[nn.Module],
@@ -70,20 +70,20 @@ def what_fits(
     pairs: int,
     world: World,
 ) -> Fit:
-    """Chunk sizes for towers, memory for graphs and activation checkpointing, the same on all ranks.
+    """Chooses chunk sizes, memory for graphs and activation checkpointing. The result is the same on all ranks.
 
-    Checkpointing of the modules is left on or off accordingly.
+    Turns activation checkpointing of the modules on or off accordingly.
 
     Args:
-        config: fractions of the free memory.
+        config: the fractions of the free memory.
         chunk_size: a number, or "auto".
-        modules: of the two sides.
-        samples: (side, count) → inputs of that many samples.
-        pairs: of a batch on this rank.
+        modules: the modules of the two sides.
+        samples: a function from a side and a number to the inputs of so many samples.
+        pairs: the number of pairs of a batch on this rank.
         world: the ranks.
     """
     free = free_memory(world.device) // (1 if world.device.type == "cuda" else world.local_size)
-    free -= _bytes_to_come(modules, samples, pairs, world.device)
+    free -= _count_later_bytes(modules, samples, pairs, world.device)
     graphs = max(0.0, config.graphs * free)
     checkpointing = config.checkpointing == "on"
     set_checkpointing(modules, checkpointing)
@@ -94,157 +94,163 @@ def what_fits(
             trials = [_Trial(module, samples(side, min(pairs, FIRST_TRIED)), world) for side, module in enumerate(modules)]
             budget = int(config.chunk * free)
             if config.checkpointing == "auto":
-                sizes, checkpointing = _faster(trials, modules, pairs, budget, graphs)
+                sizes, checkpointing = _choose_checkpointing(trials, modules, pairs, budget, graphs)
                 set_checkpointing(modules, checkpointing)
             else:
                 sizes = [largest_chunk(pairs, trial, budget) for trial in trials]
     else:
         sizes = [ON_CPU] * len(modules)
     sizes = [max(1, min(size, pairs)) for size in sizes]
-    least = world.min([*sizes, graphs])
-    return Fit(tuple(int(size) for size in least[:-1]), int(least[-1]), checkpointing)
+    minima = world.min([*sizes, graphs])
+    return Fit(tuple(int(size) for size in minima[:-1]), int(minima[-1]), checkpointing)
 
 
-def _bytes_to_come(modules: Sequence[nn.Module], samples: Callable[[int, int], Any], pairs: int, device: torch.device) -> int:
-    """Bytes that training still allocates beside graphs and activations: gradients, moments, embeddings."""
+def _count_later_bytes(
+    modules: Sequence[nn.Module], samples: Callable[[int, int], Any], pairs: int, device: torch.device
+) -> int:
+    """Returns the bytes that training allocates later for gradients, moments and embeddings."""
     parameters = {id(p): local(p) for module in modules for p in module.parameters() if p.requires_grad}
-    learned = sum(p.numel() * p.element_size() for p in parameters.values())
+    parameter_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
     with torch.no_grad(), use_evaluation_mode(modules[0]):
         output = call(modules[0], map_rows(lambda tensor: tensor.to(device), samples(0, 1)))
-    width = as_encoded(output, type(modules[0]).__name__).embeddings.shape[1]
-    return OPTIMIZER_COPIES * learned + COPIES_OF_EMBEDDINGS * len(modules) * pairs * width * 4
+    dim = as_encoded(output, type(modules[0]).__name__).embeddings.shape[1]
+    return OPTIMIZER_COPIES * parameter_bytes + COPIES_OF_EMBEDDINGS * len(modules) * pairs * dim * 4
 
 
-def _faster(
+def _choose_checkpointing(
     trials: "Sequence[_Trial]", modules: Sequence[nn.Module], pairs: int, budget: int, graphs: float
 ) -> tuple[list[int], bool]:
-    """Chunk sizes, and whether activation checkpointing is faster, measured with the sizes that fit with and without it.
+    """Returns chunk sizes, and whether activation checkpointing is faster with the sizes that fit with and without it.
 
-    Chunks of `FIRST_TRIED` samples keep the device busy. Where they fit without checkpointing, nothing is measured.
+    Chunks of `FIRST_TRIED` samples keep the device busy. If they fit without checkpointing, nothing is measured.
     """
-    found: dict[bool, tuple[float, list[int]]] = {}
+    results: dict[bool, tuple[float, list[int]]] = {}  # seconds per pair and chunk sizes, without and with checkpointing
     for checkpointing in (False, True):
         set_checkpointing(modules, checkpointing)
         try:
             sizes = [largest_chunk(pairs, trial, budget) for trial in trials]
         except MemoryError:  # not even one sample fits
-            if checkpointing and not found:
+            if checkpointing and not results:
                 raise
             continue
         if not checkpointing and min(sizes) >= min(FIRST_TRIED, pairs):
             return sizes, False
         paces = [trial.pace(size) for trial, size in zip(trials, sizes, strict=True)]
-        found[checkpointing] = pair_seconds(paces, pairs, graphs), sizes
-    checkpointing = min(found, key=lambda way: found[way][0])
-    return found[checkpointing][1], checkpointing
+        results[checkpointing] = pair_seconds(paces, pairs, graphs), sizes
+    checkpointing = min(results, key=lambda choice: results[choice][0])
+    return results[checkpointing][1], checkpointing
 
 
-def largest_chunk(most: int, peak: Callable[[int], int | None], budget: int) -> int:
-    """The largest chunk size that fits: doubles while the next size would fit, halves if the first does not.
+def largest_chunk(limit: int, peak: Callable[[int], int | None], budget: int) -> int:
+    """Returns the largest chunk size that fits. Doubles the size while the next size fits, and halves it if memory runs out.
 
     Args:
-        most: upper bound.
-        peak: size → peak bytes of a chunk; None if memory runs out. The same on all ranks.
-        budget: bytes.
+        limit: the upper bound of the chunk size.
+        peak: a function from a chunk size to the peak bytes of a chunk, or None if memory runs out. The result must be the same
+            on all ranks.
+        budget: the number of bytes that a chunk may use.
     """
-    size = min(FIRST_TRIED, most)
+    size = min(FIRST_TRIED, limit)
     while True:
-        used = peak(size)
-        if used is None:
+        peak_bytes = peak(size)
+        if peak_bytes is None:
             if size == 1:
-                raise MemoryError("a chunk of one sample must fit into memory, and does not")
+                raise MemoryError(
+                    "a chunk of one sample must fit in the memory of the device, but memory ran out. Use a smaller model or "
+                    "smaller inputs, or a device with more memory"
+                )
             size //= 2
-            most = size  # larger sizes have failed
-        elif size >= most or 2 * used > budget:  # bytes grow no faster than samples
+            limit = size  # larger sizes have failed
+        elif size >= limit or 2 * peak_bytes > budget:  # twice the samples need at most twice the bytes
             return size
         else:
-            size = min(2 * size, most)
+            size = min(2 * size, limit)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds and bytes of one sample, of one tower in chunks of one size."""
+    """Seconds and bytes per sample of one tower, for chunks of one size."""
 
-    forward: float  # without a graph
-    both: float  # a forward and a backward pass, and what is computed again
-    graph_bytes: float  # kept between them
+    forward: float  # seconds of a forward pass without a graph
+    both: float  # seconds of a forward and backward pass, including activations that are computed again
+    graph_bytes: float  # bytes of the graph that is kept between the two passes
 
 
 def pair_seconds(paces: Sequence[Pace], pairs: int, graph_bytes: float) -> float:
-    """Seconds of one pair in a cached step: chunks whose graph is kept have one forward pass less."""
-    needed = pairs * sum(pace.graph_bytes for pace in paces)
-    again = 1 - min(1.0, graph_bytes / needed) if needed else 0.0
-    return sum(pace.both + again * pace.forward for pace in paces)
+    """Returns the seconds per pair of a step with gradient caching. Chunks with a kept graph need one forward pass less."""
+    all_graphs = pairs * sum(pace.graph_bytes for pace in paces)
+    share = 1 - min(1.0, graph_bytes / all_graphs) if all_graphs else 0.0  # of the chunks that are encoded twice
+    return sum(pace.both + share * pace.forward for pace in paces)
 
 
 class _Trial:
-    """Peak memory of a forward and backward pass of n samples, and their pace, on CUDA."""
+    """Measures the peak memory and the pace of a forward and backward pass of a tower on CUDA."""
 
     def __init__(self, module: nn.Module, inputs: Any, world: World) -> None:
         self._module, self._world = module, world
         self._inputs = map_rows(lambda tensor: tensor.to(world.device), inputs)
 
     def __call__(self, size: int) -> int | None:
-        device, used = self._world.device, math.inf
+        device, peak_bytes = self._world.device, math.inf
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         try:
             forward_backward(self._module, repeat_inputs(self._inputs, size))
-            used = torch.cuda.max_memory_allocated(device) - before
+            peak_bytes = torch.cuda.max_memory_allocated(device) - before
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error):
                 raise
         self._module.zero_grad(set_to_none=True)
-        used = self._world.max([used])[0]
-        return None if math.isinf(used) else int(used)
+        peak_bytes = self._world.max([peak_bytes])[0]
+        return None if math.isinf(peak_bytes) else int(peak_bytes)
 
     def pace(self, size: int) -> Pace:
-        """Seconds and bytes of one sample in chunks of a size that fits; the slowest rank's."""
+        """Returns the seconds and bytes per sample in chunks of a size that fits, each as the maximum over ranks."""
         device, inputs = self._world.device, repeat_inputs(self._inputs, size)
-        for _ in range(2):  # the first time allocates memory and chooses kernels
+        for _ in range(2):  # the first round allocates memory and chooses kernels
             with torch.no_grad():
-                forward = _seconds(lambda: forward_backward(self._module, inputs), device)
-            torch.clear_autocast_cache()  # of casts without a graph
+                forward = _measure_seconds(lambda: forward_backward(self._module, inputs), device)
+            torch.clear_autocast_cache()  # it has casts without a graph, which the next pass cannot use
             before = torch.cuda.memory_allocated(device)
             output = as_encoded(call(self._module, inputs), type(self._module).__name__).embeddings
             graph = float(torch.cuda.memory_allocated(device) - before)
             del output
-            both = _seconds(lambda: forward_backward(self._module, inputs), device)
+            both = _measure_seconds(lambda: forward_backward(self._module, inputs), device)
             torch.clear_autocast_cache()
             self._module.zero_grad(set_to_none=True)
         return Pace(*self._world.max([forward / size, both / size, graph / size]))
 
 
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
+def _measure_seconds(work: Callable[[], None], device: torch.device) -> float:
     torch.cuda.synchronize(device)
-    began = time.perf_counter()
+    start = time.perf_counter()
     work()
     torch.cuda.synchronize(device)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def repeat_inputs(inputs: Any, size: int) -> Any:
-    """Inputs of `size` samples: the given ones, again and again."""
+    """Returns inputs of `size` samples, which repeat the given samples."""
     times = -(-size // count_rows(inputs, "inputs"))
     return map_rows(lambda tensor: torch.cat([tensor] * times)[:size], inputs)
 
 
 def input_bytes(config: MemoryConfig, world: World) -> int:
-    """Host memory for the samples of one batch on this rank, while the next batch has as much."""
+    """Returns the host memory for the samples of one batch on this rank. The next batch gets the same amount."""
     return int(config.inputs * (available_memory() or 0) / world.local_size / 2)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Between the backward pass and the optimizer: gradients and statistics averaged over ranks, gradient norm, clipping.
+# Work between the backward pass and the optimizer: averages of gradients and statistics over ranks, and the gradient norm.
 
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
-    """Averages over ranks the gradients of parameters outside of DDP and FSDP2: scale and bias of the loss."""
+    """Averages the gradients of parameters outside of DDP and FSDP2 over ranks. These are the scale and bias of the loss."""
     if world.group is None:
         return
     for parameter in parameters:
-        if parameter.grad is None:  # another rank's share of the loss may depend on it
+        if parameter.grad is None:  # the share of another rank may depend on the parameter
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad, group=world.group)
         parameter.grad /= world.size
@@ -252,7 +258,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
 
 @torch.no_grad()
 def average_batch_statistics(statistics: Sequence[Tensor], world: World) -> None:
-    """Averages running statistics over ranks, in one message: each rank has updated its own with its own pairs."""
+    """Averages running statistics over ranks in one message, because each rank has updated them with its own pairs."""
     if world.group is None or not statistics:
         return
     flat = torch.cat([statistic.flatten() for statistic in statistics])
@@ -265,52 +271,56 @@ def average_batch_statistics(statistics: Sequence[Tensor], world: World) -> None
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:  # ()
-    """The gradient norm over all parameters, the same on all ranks.
+    """Returns the gradient norm over all parameters, which is the same on all ranks.
 
-    The norm of a DTensor is not reduced by DTensor itself, because FSDP2 may keep gradients on the host, where NCCL cannot.
+    DTensor does not reduce the norms of sharded gradients, because FSDP2 may keep gradients on the host, where NCCL cannot
+    reduce them.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    whole = _norm_of([gradient for gradient in gradients if not is_sharded(gradient)], world.device)
+    replicated_norm = _compute_norm([gradient for gradient in gradients if not is_sharded(gradient)], world.device)
     sharded = [local(gradient) for gradient in gradients if is_sharded(gradient)]
     if not sharded:
-        return whole
-    squares = _norm_of(sharded, world.device).square()
+        return replicated_norm
+    squares = _compute_norm(sharded, world.device).square()
     dist.all_reduce(squares, group=world.group)
-    return (whole.square() + squares).sqrt()
+    return (replicated_norm.square() + squares).sqrt()
 
 
-def _norm_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:  # ()
-    """Of all tensors as one vector, in a few launches on a GPU. On `device`, though FSDP2 may keep gradients on the host."""
+def _compute_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:  # ()
+    """Returns the norm of all tensors as one vector, with few kernel launches.
+
+    The result is on `device`. The tensors can be on the host, where FSDP2 may keep gradients.
+    """
     wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors if tensor.numel()]
     return nn.utils.get_total_norm(wide).to(device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One training step: the cached step over this rank's pairs, averaged and clipped gradients, and the optimizer.
+# One training step: gradient caching over this rank's pairs, averages over ranks, clipping, and the optimizer.
 
 
 class StepInputs(NamedTuple):
-    """The inputs of a batch, which readers read ahead of its step."""
+    """The inputs of a batch, which data-loader workers read before its step."""
 
     batch: Batch
     sources: dict[int, Source]  # by the index of the side
-    tokens: dict[int, Callable[[], Source]]  # of the sides with texts; waits for them
+    tokens: dict[int, Callable[[], Source]]  # functions that wait for the tokens of a side with texts
 
     def stop(self) -> None:
-        """Ends the reading of the batch, after its step or without one, and frees what was read."""
+        """Stops reading the batch and frees the samples that were read. Can be called before the step of the batch, too."""
         for source in self.sources.values():
             if isinstance(source, ReplaySource):
                 source.stop()
 
 
 class Outcome(NamedTuple):
-    """Result of a step, the same on all ranks."""
+    """The result of a step, which is the same on all ranks."""
 
     loss: float  # NaN if no pair could be read
     gradient_norm: float  # before clipping; NaN before the optimizer step
-    pairs: int  # that could be read
-    without_negatives: int = 0  # pairs of them without a negative in the batch
-    statistics: PairStatistics = PairStatistics()  # of the embeddings
+    pairs: int  # number of readable pairs
+    without_negatives: int = 0  # number of readable pairs without a negative in the batch
+    statistics: PairStatistics = PairStatistics()  # statistics of the embeddings
 
 
 @dataclass
@@ -318,33 +328,33 @@ class Step:
     """Makes one training step for each batch.
 
     Args:
-        config: of the run.
-        trained: towers, loss and optimizer.
-        dataset: of the pairs.
-        known: embeddings of a frozen side, by the index of the side.
+        config: the settings of the run.
+        trained: the towers, the loss and the optimizer.
+        dataset: the dataset of the pairs.
+        stored: the embeddings of a frozen side, by the index of the side.
         world: the ranks.
-        fit: chunk sizes and memory for graphs; halved if memory runs out.
-        workers: readers of samples, as for `ReplaySource`.
+        fit: the chunk sizes and the memory for graphs. They are halved if memory runs out.
+        workers: the data-loader workers, as in `ReplaySource`.
     """
 
     config: TrainConfig
     trained: Trained
     dataset: Dataset
-    known: dict[int, KeptEmbeddings]
+    stored: dict[int, StoredEmbeddings]
     world: World
     fit: Fit
     workers: int | Executor = 0
 
     def __post_init__(self) -> None:
-        """Finds the running statistics, which are averaged over ranks."""
-        found = [batchnorm.running_statistics(tower.module) for tower in self.trained.pair.towers]
-        self._statistics = list({id(value): value for side in found for value in side.values()}.values())
-        self._sides = [side for side in (0, 1) if side not in self.known]
+        """Collects the running statistics, and computes the host memory for the samples of a side."""
+        statistics = [batchnorm.running_statistics(tower.module) for tower in self.trained.pair.towers]
+        self._statistics = list({id(value): value for side in statistics for value in side.values()}.values())
+        self._sides = [side for side in (0, 1) if side not in self.stored]
         images = [side for side in self._sides if self.dataset.sides[side] == IMAGE]
         self._hold = input_bytes(self.config.memory, self.world) // max(1, len(images))
 
     def prepare(self, batch: Batch) -> StepInputs:
-        """The inputs of a batch. Readers begin to read them, so that they are there when the batch is due."""
+        """Returns the inputs of a batch. Workers start to read them, so that they are ready when the step begins."""
         sources, tokens = {}, {}
         for side in self._sides:
             source = self.dataset.source(
@@ -359,23 +369,23 @@ class Step:
             )
             sources[side] = source
             if not isinstance(source, ReplaySource):
-                continue  # on the device already
+                continue  # the samples are already on the device
             if self.dataset.sides[side] == IMAGE:
                 source.start()
             else:
                 work = partial(self._tokens, source, side)
-                tokens[side] = _begin_in_thread(work) if isinstance(self.workers, Executor) else work
+                tokens[side] = _start_in_thread(work) if isinstance(self.workers, Executor) else work
         return StepInputs(batch, sources, tokens)
 
     def __call__(self, inputs: StepInputs, rate: float) -> Outcome:
-        """One step with this rank's part of a batch."""
+        """Makes one step with this rank's part of a batch."""
         batch = inputs.batch
         for group in self.trained.optimizer.param_groups:
             group["lr"] = rate
         sources = [self._source(inputs, side) for side in self._sides]
         outcome = self._retry(lambda: self._backward(batch, sources))
         if outcome.pairs == 0:
-            LOG.warning("step %d changes nothing: none of its pairs could be read", batch.number + 1)
+            LOG.warning("step %d changes nothing, because none of its pairs could be read", batch.number + 1)
             self.trained.optimizer.zero_grad()
             return Outcome(math.nan, 0.0, 0)
         with phase("optimizer"):
@@ -389,23 +399,23 @@ class Step:
             return inputs.tokens[side]()
 
     def _tokens(self, source: ReplaySource, side: int) -> Source:
-        """The texts of a batch as tokens. All are read at once, because chunks are made of texts of similar length."""
-        whole = source.chunks([(0, len(source))], None)
-        with close_at_the_end(whole):
-            tokens = next(whole)
+        """Returns the texts of a batch as tokens. All texts are read at once, because a chunk has texts of similar length."""
+        chunks = source.chunks([(0, len(source))], None)
+        with close_at_the_end(chunks):
+            tokens = next(chunks)
         lengths = self.trained.pair.towers[side].lengths
         return HostSource(tokens, lengths=None if lengths is None else lengths(tokens))
 
     def _backward(self, batch: Batch, sources: Sequence[Source]) -> Outcome:
         indices = batch.indices.tolist()
-        known = {side: kept.rows(batch.indices).to(self.world.device) for side, kept in self.known.items()}
+        stored = {side: embeddings.rows(batch.indices).to(self.world.device) for side, embeddings in self.stored.items()}
         ids = self.dataset.ids(indices) if self.config.loss.ids else None
         usable = partial(self.dataset.usable, indices)
-        loss_fn = ReadablePairs(self.trained.objective, self.world, usable, ids, known, batch.indices)
+        loss_fn = ReadablePairs(self.trained.objective, self.world, usable, ids, stored, batch.indices)
         with autocast(self.config.precision, self.world.device):
             share = cached_backward(
                 loss_fn,
-                [(self.trained.called[side], source) for side, source in zip(self._sides, sources, strict=True)],
+                [(self.trained.wrapped[side], source) for side, source in zip(self._sides, sources, strict=True)],
                 chunk_size=[self.fit.chunk_sizes[side] for side in self._sides],
                 budget=self.fit.graph_bytes,
                 scaler=self.trained.scaler,
@@ -417,7 +427,10 @@ class Step:
         return Outcome(mean, math.nan, loss_fn.pairs, loss_fn.without_negatives, average_statistics(statistics))
 
     def _retry(self, work: Callable[[], Outcome]) -> Outcome:
-        """Repeats a step that ran out of memory with half the memory; for one process, since other ranks cannot go back."""
+        """Runs a step. If memory runs out, repeats it with half of the memory.
+
+        Several ranks raise an error instead, because the ranks with enough memory cannot go back.
+        """
         while True:
             states = randomness.capture([self.world.device])
             statistics = [statistic.clone() for statistic in self._statistics]
@@ -428,18 +441,18 @@ class Step:
                     raise
                 if self.world.size > 1 or (max(self.fit.chunk_sizes) == 1 and not self.fit.graph_bytes):
                     raise MemoryError(
-                        f"memory ran out with chunks of {self.fit.chunk_sizes} samples; continue with a smaller --chunk-size, "
+                        f"memory ran out with chunks of {self.fit.chunk_sizes} samples. Continue with a smaller --chunk-size, "
                         f"or a smaller memory.graphs: {error}"
                     ) from error
-            # Outside of the handler, whose traceback keeps the tensors of the step alive.
+            # This code is outside of the handler, because the traceback there keeps the tensors of the step alive.
             self.trained.optimizer.zero_grad()
             randomness.restore(states)
             for statistic, before in zip(self._statistics, statistics, strict=True):
-                statistic.copy_(before)  # the chunks before the failure have updated it
+                statistic.copy_(before)  # the chunks before the failure have updated the statistic
             self.fit = self.fit.halve()
-            LOG.warning("memory ran out; the step is done again with chunks of %s samples", self.fit.chunk_sizes)
+            LOG.warning("memory ran out, so the step is repeated with chunks of %s samples", self.fit.chunk_sizes)
             if self.world.device.type == "cuda":
-                gc.collect()  # frames of other threads
+                gc.collect()  # frees tensors in frames of other threads
                 torch.cuda.empty_cache()
 
     def _update(self, loss: float, step: int) -> float:
@@ -447,12 +460,12 @@ class Step:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if scaler is not None:
             scaler.unscale_(optimizer)
-        length = gradient_norm(parameters, self.world)
-        norm = length.item()
-        if scaler is None:  # a scaler skips such steps itself
+        norm_tensor = gradient_norm(parameters, self.world)
+        norm = norm_tensor.item()
+        if scaler is None:  # a scaler skips a step that is not finite
             _check_finite(step, {"loss": loss, "gradient norm": norm})
         if self.config.optimizer.clip_norm:
-            nn.utils.clip_grads_with_norm_(parameters, self.config.optimizer.clip_norm, length)
+            nn.utils.clip_grads_with_norm_(parameters, self.config.optimizer.clip_norm, norm_tensor)
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()
@@ -463,8 +476,8 @@ class Step:
         return norm
 
 
-def _begin_in_thread(work: Callable[[], Source]) -> Callable[[], Source]:
-    """Begins to work in a thread of its own. Returns a function that waits for the result."""
+def _start_in_thread(work: Callable[[], Source]) -> Callable[[], Source]:
+    """Starts work in a separate thread. Returns a function that waits for the result."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="megabatch-texts")
     future = executor.submit(work)
     executor.shutdown(wait=False)
@@ -472,14 +485,14 @@ def _begin_in_thread(work: Callable[[], Source]) -> Callable[[], Source]:
 
 
 class NotFiniteError(FloatingPointError):
-    """The loss or the gradient norm of a step is not finite. All ranks raise it, and no weight has changed."""
+    """Raised on all ranks if the loss or the gradient norm of a step is not finite. The step has not changed any weight."""
 
 
 def _check_finite(step: int, numbers: dict[str, float]) -> None:
-    """Raises before the optimizer step: NaN would enter the weights, and every later checkpoint."""
+    """Raises an error before the optimizer step, because NaN would enter the weights and every later checkpoint."""
     for name, value in numbers.items():
         if not math.isfinite(value):
             raise NotFiniteError(
-                f"the {name} of step {step} is {value}; the weights are as they were before it. A smaller learning rate, a "
-                "longer warm-up or optimizer.clip_norm may help"
+                f"the {name} of step {step} is {value}. This step has not changed the weights. Try a smaller --lr, a longer "
+                "--warmup or --clip-norm"
             )
