@@ -1,6 +1,7 @@
 """megabatch: exact contrastive losses in memory that grows linearly with the batch.
 
-Neither torch nor a submodule is imported before the first public name is used, so `megabatch --help` starts quickly.
+The package imports torch and its submodules only when a public name is used for the first time, so `megabatch --help` starts
+quickly.
 """
 
 import importlib
@@ -69,20 +70,20 @@ __all__ = [
     "sup_con_loss",
 ]
 
-_PACKAGES = ("cached", "late", "losses", "pairwise", "ring")
-_HOMES = ("cached", "late", "losses", "pairwise", "ring")  # the modules that define the public names
+_SUBMODULES = ("cached", "late", "losses", "pairwise", "ring")  # attributes of the package, such as `megabatch.losses`
+_DEFINING_MODULES = ("cached", "late", "losses", "pairwise", "ring")  # the modules that define the public names
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
+    if name in _SUBMODULES:
         return importlib.import_module(f"megabatch.{name}")
     if name in __all__:
-        for home in _HOMES:
-            members = vars(importlib.import_module(f"megabatch.{home}"))
+        for module in _DEFINING_MODULES:
+            members = vars(importlib.import_module(f"megabatch.{module}"))
             globals().update((public, members[public]) for public in __all__ if public in members)
         return globals()[name]
     raise AttributeError(f"module 'megabatch' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PACKAGES})
+    return sorted({*globals(), *__all__, *_SUBMODULES})

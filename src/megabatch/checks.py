@@ -120,8 +120,8 @@ def exclude(value: Any, x: Tensor, y: Tensor, sides: tuple[str, str] = ("x", "y"
     if value is None or (isinstance(value, str) and value == "diagonal"):
         return
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
-        given = repr(value) if isinstance(value, str) else _kind(value)
-        raise ValueError(f'exclude must be None, "diagonal" or a pair (row ids, column ids), got {given}')
+        description = repr(value) if isinstance(value, str) else _kind(value)
+        raise ValueError(f'exclude must be None, "diagonal" or a pair (row ids, column ids), got {description}')
     for name, part, like, side in zip(("exclude[0]", "exclude[1]"), value, (x, y), sides, strict=True):
         _identifiers(part, name, like, side, expected="a tensor of integers")
 
@@ -180,8 +180,8 @@ def group(value: Any) -> None:
     if isinstance(value, DeviceMesh):
         if value.ndim != 1:
             raise ValueError(
-                f"group must be a mesh of one dimension, got one of {value.ndim}, of shape {tuple(value.shape)}; take the "
-                'dimension that the batch is split over, as in mesh["dp"]'
+                f"group must be a DeviceMesh with one dimension, got {value.ndim} dimensions (shape {tuple(value.shape)}); "
+                'pass the dimension over which the batch is split, as in mesh["dp"]'
             )
         return
     if isinstance(value, int):

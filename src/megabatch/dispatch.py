@@ -32,7 +32,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Execution(NamedTuple):
     """How a call runs. Operators take the three strings, in this order."""
 
-    precision: str  # of the matmuls
+    precision: str  # the precision of the matmuls
     backend: str  # "eager" or "triton"
     group: str  # the key of the process group (`ring.ranks.address`); empty for one process
 
@@ -44,7 +44,7 @@ class Execution(NamedTuple):
 def constant(function: Function) -> Function:
     """Makes the compiler call the function while it traces, and treat its result as a constant.
 
-    Same as `torch.compiler.assume_constant_result`.
+    It has the same effect as `torch.compiler.assume_constant_result`, but it does not import the compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -66,15 +66,15 @@ def _find_triton() -> bool:
         return False
 
 
-HAS_TRITON = _find_triton()  # once at import, because the compiler cannot trace the search
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, slowly, for tests
-_OLDEST = (8, 0)  # compute capability of Ampere, the first generation with bfloat16 and TF32
+HAS_TRITON = _find_triton()  # searched once at import, because the compiler cannot trace the search
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # tests use this mode, in which kernels run slowly on the CPU
+_AMPERE = (8, 0)  # the lowest supported compute capability; Ampere is the first generation with bfloat16 and TF32
 
 
 def why_not_triton(precision: str, device: torch.device) -> str | None:
     """Returns the reason why the kernels cannot serve inputs of this precision on this device, or None if they can."""
     if not HAS_TRITON:
-        return "the package triton is not installed; pip install triton"
+        return "the package triton is not installed; `pip install triton` installs it"
     if precision == FLOAT64:
         return "its kernels compute in float32 at most, and the inputs are float64"
     if INTERPRETED:
@@ -82,8 +82,8 @@ def why_not_triton(precision: str, device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return f"its kernels run on NVIDIA GPUs, and the inputs are on {device}"
     capability = torch.cuda.get_device_capability(device)
-    if capability < _OLDEST:
-        return "its kernels need compute capability {}.{} or newer, and {} has {}.{}".format(*_OLDEST, device, *capability)
+    if capability < _AMPERE:
+        return "its kernels need compute capability {}.{} or newer, and {} has {}.{}".format(*_AMPERE, device, *capability)
     return None
 
 
@@ -116,24 +116,26 @@ KINDS: Final = (BOTH, ROWS, VIEWS, LABELS, SIGMOID)
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest sizes of a path. `rows` of the logits are pairs, or the views of all samples."""
+    """The largest sizes for which a path is used. Rows of the logits are pairs, or the views of all samples."""
 
-    # Two matrices of 16 MiB in float32. Two cores, fp32, D = 256, 2,048 pairs, ms on the dense path and over tiles: `clip_loss`
-    # 50 to 57 and 81 to 89, `info_nce_loss` 44 to 45 and 58 to 66, `sup_con_loss` 69 to 77 and 68 to 72.
+    # 2,048 rows need two matrices of 16 MiB in float32. Two cores, fp32, D = 256, 2,048 pairs, ms on the dense path / over
+    # tiles: `clip_loss` 50 to 57 / 81 to 89, `info_nce_loss` 44 to 45 / 58 to 66, `sup_con_loss` 69 to 77 / 68 to 72.
     dense_cpu: int = 2048
-    # One matrix of 64 MiB, because a loss of one direction has three matmuls, and a pass over tiles has four. As above, 4,096
-    # pairs, `info_nce_loss` 199 to 325 and 340 to 395. Losses of both directions are not faster there in memory.
+    # 4,096 rows need one matrix of 64 MiB. The limit is higher, because a loss of one direction has three matmuls on the dense
+    # path and four over tiles. The same setup, 4,096 pairs: `info_nce_loss` 199 to 325 / 340 to 395. With 4,096 pairs, losses
+    # of both directions are not faster on the dense path.
     dense_cpu_one_direction: int = 4096
-    # 256 MiB of logits in float32, and half as much for weights in half precision, within the 512 MiB limit of a workspace.
-    # H200, bf16, D = 512: 8,192 pairs take 0.6 to 0.8 ms on the dense path and 1.4 to 1.8 over tiles, where the launches need
-    # that long; 16,384 pairs take 2.2 ms and 1.5 GiB on the dense path and 1.6 ms over tiles.
+    # 8,192 rows need 256 MiB for logits in float32 and 128 MiB for weights in half precision, which is within the 512 MiB limit
+    # of a workspace. H200, bf16, D = 512: 8,192 pairs take 0.6 to 0.8 ms on the dense path and 1.4 to 1.8 ms over tiles, which
+    # is the time of the launches. 16,384 pairs take 2.2 ms and 1.5 GiB on the dense path, and 1.6 ms over tiles.
     dense_triton: int = 8192
-    # The fused path has few launches, which saves several milliseconds up to 32,768 rows, where a step is launch-bound. With
-    # 65,536 rows it is not, but the sums of dy need not be zeroed, and strips are larger. H200, bf16, D = 512 / 768 /
-    # 1024, ms: `clip_loss` 27.2 / 40.8 / 54.5 instead of 27.7 / 41.7 / 55.4 on the two-pass path, `siglip_loss` 23.0 / 32.1 /
-    # 41.5 instead of 23.9 / 33.4 / 43.0. The fused path needs 0.3 GiB more memory.
+    # Up to 32,768 rows, a step is launch-bound, and the fused path saves several milliseconds because it has few launches. With
+    # 65,536 rows, a step is not launch-bound. The fused path is faster because it does not set the sums of dy to 0 first, and
+    # because its strips are larger. H200, bf16, 65,536 rows, D = 512 / 768 / 1024, ms: `clip_loss` 27.2 / 40.8 / 54.5 instead
+    # of 27.7 / 41.7 / 55.4 on the two-pass path, `siglip_loss` 23.0 / 32.1 / 41.5 instead of 23.9 / 33.4 / 43.0. The fused path
+    # needs 0.3 GiB more memory.
     fused: int = 65536
-    # With more views, the two-pass path computes half of the matmuls (`tiles.symmetric`).
+    # With more views, the two-pass path is used, because it computes only half of the matmuls (`tiles.symmetric`).
     fused_views: int = 32768
     # Largest rows × D for which the float32 sums of dx, and later these sums plus the gradients, fit the workspace limits.
     fused_elements: int = 2**27
@@ -165,21 +167,21 @@ _limits = Limits()
 
 
 def limits() -> Limits:
-    """Returns the limits that apply now."""
+    """Returns the current limits."""
     return _limits
 
 
 @contextmanager
 def override(**changes: int) -> Iterator[Limits]:
-    """Changes fields of `Limits` inside a `with` block, such as `override(dense_triton=0)`. For tests and benchmarks."""
+    """Changes fields of `Limits` inside a `with` block, such as `override(dense_triton=0)`, for tests and benchmarks."""
     global _limits
-    before = _limits
-    _limits = dataclasses.replace(before, **changes)
+    previous = _limits
+    _limits = dataclasses.replace(previous, **changes)
     _first_rule.cache_clear()
     try:
         yield _limits
     finally:
-        _limits = before
+        _limits = previous
         _first_rule.cache_clear()
 
 
@@ -199,8 +201,9 @@ def choose_module(
         x: the embeddings of one side, or of one view.
         engine: "eager" or "triton".
         group: the name of the process group; empty for one process.
-        reduction: of the loss; "none" always takes two passes, because every row then has its own upstream gradient.
-        standard: False if the loss has label smoothing, biases, further negatives or a guide, which always take two passes.
+        reduction: the reduction of the loss. With "none", a call takes two passes, because each row has its own upstream
+            gradient.
+        standard: False if the loss has label smoothing, biases, further negatives or a guide. Such a call takes two passes.
     """
     if reduction == "none" or not standard:
         return ""
@@ -219,7 +222,7 @@ def _module_anywhere(kind: str, engine: str) -> str:
     return next(rule.module for rule in RULES if _serves(rule, kind, engine) and not rule.plain)
 
 
-@cache  # a small step on a CPU takes 300 µs, and a search through the rules 5
+@cache  # a search through the rules takes 5 µs, and a small step on a CPU takes 300 µs
 def _first_rule(kind: str, engine: str, rows: int, D: int, on_cpu: bool) -> Rule:
     return next(rule for rule in RULES if _serves(rule, kind, engine) and _admits(rule, rows, D, on_cpu))
 

@@ -51,25 +51,25 @@ def execution(
     Args:
         x: (N, D) embeddings.
         y: (M, D) embeddings.
-        names: of x and y, for messages.
+        names: the names of x and y for error messages.
         same_rows: whether row i of x belongs to row i of y.
-        group: process group to share the batch over (default: this process only).
-        purpose: of the operation, for messages. It must be equal on all ranks.
-        loss: name and settings of the loss, for messages. It must be equal on all ranks.
+        group: the process group whose ranks share the batch (default: this process only).
+        purpose: the purpose of the operation for error messages. It must be equal on all ranks.
+        loss: the name and settings of the loss for error messages. They must be equal on all ranks.
         backend: "auto", "eager" or "triton".
     """
     checks.embeddings(x, y, names, same_rows=same_rows)
     precision = compute_precision(x)
     if backend == "auto":
-        chosen = EAGER if x.is_cpu else str(dispatch.default_engine(precision, x.device))
+        engine = EAGER if x.is_cpu else str(dispatch.default_engine(precision, x.device))
     else:
         checks.backend(backend, precision, x.device)
-        chosen = backend
+        engine = backend
     if group is None:
-        return Execution(precision, chosen, "")
+        return Execution(precision, engine, "")
     checks.group(group)
     process_group = group.get_group() if isinstance(group, DeviceMesh) else group
-    return Execution(precision, chosen, ranks.address(process_group, purpose, loss))
+    return Execution(precision, engine, ranks.address(process_group, purpose, loss))
 
 
 def rank_in(run: Execution) -> int:
@@ -85,8 +85,8 @@ def describe_loss(group: Group, name: str, **settings: Any) -> str:
     """
     if group is None:
         return ""
-    shown = [f"{key}={value}" for key, value in settings.items() if not (value in (None, 0) or value == "mean")]
-    return f"{name}({', '.join(shown)})" if shown else name
+    texts = [f"{key}={value}" for key, value in settings.items() if not (value in (None, 0) or value == "mean")]
+    return f"{name}({', '.join(texts)})" if texts else name
 
 
 def pairs(
@@ -106,7 +106,7 @@ def pairs(
     run = execution(x, y, names, same_rows=True, group=group, purpose=purpose, loss=loss, backend=backend)
     if ids is not None:
         checks.ids(ids, "ids", x, names[0], two_columns=True)
-    if not run.group:  # in a group, one rank may have no rows; the operator raises if no rank has any
+    if not run.group:  # in a group, a rank may have no rows, but the operator raises an error if no rank has rows
         checks.at_least_one_pair(x, names[0])
     return run
 
@@ -202,8 +202,8 @@ def symmetric_logsumexp(
 
     With ids, pairs with equal ids are excluded, which includes the pair of a row with itself.
     """
-    summed = ALL if ids is not None or diagonal == KEPT else OTHERS
-    row: Tensor = operators.apply(operators.symmetric_logsumexp, z, scale, ids, summed, *run)[0]
+    columns = ALL if ids is not None or diagonal == KEPT else OTHERS
+    row: Tensor = operators.apply(operators.symmetric_logsumexp, z, scale, ids, columns, *run)[0]
     return row
 
 
@@ -307,10 +307,10 @@ def sigmoid_loss(
         total, match = operators.apply(operators.softplus, *inputs, ids, ids_are_positives, True, *run)
         losses: Tensor = total + exact_softplus(-match)
         return losses
-    transformed = dispatch.transforms_are_active()  # under a transform, requires_grad may be False where a gradient is needed
-    needs = [torch.is_grad_enabled() and (transformed or tensor.requires_grad) for tensor in inputs]
-    how = ids, ids_are_positives, True, *run
-    loss: Tensor = operators.apply(operators.sigmoid_loss, *inputs, *how, reduction == "mean", needs)[0]
+    is_transformed = dispatch.transforms_are_active()  # then requires_grad may be False although a gradient is needed
+    needs = [torch.is_grad_enabled() and (is_transformed or tensor.requires_grad) for tensor in inputs]
+    options = ids, ids_are_positives, True, *run
+    loss: Tensor = operators.apply(operators.sigmoid_loss, *inputs, *options, reduction == "mean", needs)[0]
     return loss
 
 
@@ -322,8 +322,8 @@ def soft_cross_entropy(
     """Returns the cross-entropies of the rows and of the columns under the teacher's softmax, and `mean_weight`."""
     run, teacher_run = runs
     backend = TRITON if run.backend == teacher_run.backend == TRITON else EAGER
-    how = run.precision, teacher_run.precision, backend, run.group
-    row, col, mean_weight, *_ = operators.apply(operators.soft_cross_entropy, *student, *teacher, *how)
+    options = run.precision, teacher_run.precision, backend, run.group
+    row, col, mean_weight, *_ = operators.apply(operators.soft_cross_entropy, *student, *teacher, *options)
     return row, col, mean_weight
 
 
@@ -403,9 +403,9 @@ def mean_positive_logits(
     """Computes the mean of s_ij over the positives of each row, the other rows j with the label of row i, in O(N·D).
 
     Returns:
-        The means in float64, which are 0 for rows without a positive. The numbers of positives. Ids: a sum without pairs of
-        equal ids excludes the row itself, and also its positive if it has only one. And `mean_weight`: a sum over the local
-        rows with a positive times `mean_weight` is this rank's part of the mean over all such rows.
+        Four tensors: the means in float64, which are 0 for rows without a positive; the numbers of positives; ids; and
+        `mean_weight`. A sum that excludes pairs with equal ids excludes the row itself, and also its positive if it has only
+        one. A sum over the local rows with a positive, times `mean_weight`, is this rank's part of the mean over all such rows.
     """
     mean, ids, mean_weight, count = operators.apply(operators.positives, z, scale, labels, *run)
     return mean, count, ids, mean_weight
@@ -443,10 +443,10 @@ def mean_logit(
     rows, columns = _round_as_in_matmuls(x), [_round_as_in_matmuls(keys) for keys, _ in others]
     with torch.autocast(autocast_device(x), enabled=False):
         sums = torch.stack([keys.sum(0) for keys in columns]).sum(0)
-        subtracted = [sums.new_zeros(()) if log_q is None else log_q.sum() for _, log_q in others]
+        log_q_sums = [sums.new_zeros(()) if log_q is None else log_q.sum() for _, log_q in others]
         count = sums.new_full((), sum(map(len, columns)))
-        packed = torch.cat((sums, torch.stack((torch.stack(subtracted).sum(), count))))
-        mean = (total := sum_over_ranks(packed, run))[:-1] / total[-1]
+        terms = torch.cat((sums, torch.stack((torch.stack(log_q_sums).sum(), count))))
+        mean = (total := sum_over_ranks(terms, run))[:-1] / total[-1]
         return logits_of(rows @ mean[:-1], scale, run) - mean[-1]
 
 

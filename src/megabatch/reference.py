@@ -16,7 +16,7 @@ def similarities(
     col_bias: Tensor | None = None,  # (M,)
     left_out: Tensor | None = None,  # (N, M) bool
 ) -> Tensor:  # (N, M)
-    """Computes all logits. A pair that is left out gets −inf."""
+    """Computes all logits. Excluded pairs (`left_out`) get −inf."""
     s = scale * (x @ y.T)
     if row_bias is not None:
         s = s + row_bias[:, None]
@@ -28,10 +28,10 @@ def similarities(
 
 
 def logsumexp(s: Tensor, dim: int) -> Tensor:
-    """Computes `torch.logsumexp`. The gradient is 0 instead of NaN where all pairs are left out."""
-    nothing = (s == float("-inf")).all(dim, keepdim=True)
-    result = torch.logsumexp(s.masked_fill(nothing, 0.0), dim)
-    return result.masked_fill(nothing.squeeze(dim), float("-inf"))
+    """Computes `torch.logsumexp`. The gradient of a sum without pairs is 0 instead of NaN."""
+    is_empty = (s == float("-inf")).all(dim, keepdim=True)
+    result = torch.logsumexp(s.masked_fill(is_empty, 0.0), dim)
+    return result.masked_fill(is_empty.squeeze(dim), float("-inf"))
 
 
 def pairwise_logsumexp(
@@ -53,7 +53,7 @@ def pairwise_softplus(x: Tensor, y: Tensor, scale: float | Tensor = 1.0, bias: f
 
 
 def pairwise_rank(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the positions of the matching pairs in their sorted rows and columns."""
+    """Computes the retrieval ranks of the matching pairs: their positions in their sorted rows and columns."""
     s = x @ y.T
     target = torch.arange(len(s), device=s.device)[:, None]
 
@@ -70,9 +70,9 @@ def maxsim(
     scale: float | Tensor = 1.0,
     normalize: bool = False,
 ) -> Tensor:  # (N, M)
-    """Computes late-interaction scores, the sum over query vectors of their best match in a document.
+    """Computes late-interaction scores: the sum, over query vectors, of the largest dot product with a document vector.
 
-    A document without vectors gets −inf.
+    The score of a document without vectors is −inf.
     """
 
     def score(query: Tensor, document: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def maxsim(
 
 
 def same_id(ids: Tensor | None, N: int) -> Tensor | None:  # (N, N) bool
-    """Marks pairs with equal ids, which are not each other's negatives. The diagonal is excluded."""
+    """Returns a mask of the pairs with equal ids, which are not negatives. The mask is False on the diagonal."""
     if ids is None:
         return None
     columns = ids[:, None] if ids.dim() == 1 else ids  # (N, 1) or (N, 2)

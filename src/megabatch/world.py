@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Parts of the error text if the other rank has ended. gloo raises plain RuntimeErrors.
+# gloo raises a plain RuntimeError if another rank has ended. Its text contains one of these parts.
 _CONNECTION_LOST = ("closed by peer", "Connection reset", "Connection refused", "Broken pipe", "remote process exited")
 
 
@@ -28,8 +28,8 @@ class World:
     """This process and the other ranks of its process group.
 
     Args:
-        device: of this process.
-        group: process group of all ranks; None for one process.
+        device: the device of this process.
+        group: the process group of all ranks, or None for one process.
     """
 
     device: torch.device
@@ -60,8 +60,8 @@ class World:
         return min(self.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     @contextmanager
-    def explain_errors(self, place: Callable[[], str]) -> Iterator[None]:
-        """Turns communication errors with a rank that has ended into a `LostRankError`, which names the place of this rank."""
+    def explain_errors(self, describe_progress: Callable[[], str]) -> Iterator[None]:
+        """Turns communication errors with a rank that has ended into a `LostRankError`, which contains this rank's progress."""
         try:
             yield
         except RuntimeError as error:
@@ -69,8 +69,8 @@ class World:
                 raise
             reason = str(error).partition("] ")[2] or str(error)
             raise LostRankError(
-                f"rank {self.rank} of {self.size} lost another rank {place()}. Messages of that rank say why it ended. "
-                f"Here: {reason.splitlines()[0].partition('. ')[0]}"
+                f"rank {self.rank} of {self.size} lost another rank {describe_progress()}. The messages of that rank contain "
+                f"the reason. The error on this rank: {reason.splitlines()[0].partition('. ')[0]}"
             ) from error
 
     # Reductions of numbers. The result is equal on every rank. Integers are exact up to 2⁵³.
@@ -145,8 +145,8 @@ class World:
 
 def default_group() -> Any:
     """Returns the process group of all processes, or None if there is only one or `torch.distributed` is not initialized."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return dist.group.WORLD if several else None
+    has_several_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if has_several_ranks else None
 
 
 @cache
@@ -174,17 +174,17 @@ def join_world(device: str = "auto") -> Iterator[World]:
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError('device must be "cpu" or "auto" on this machine, got "cuda", but PyTorch finds no CUDA device')
-    place = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    own_device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield World(place)
+        yield World(own_device)
         return
-    if place.type == "cuda":
-        dist.init_process_group("nccl", device_id=place)
+    if own_device.type == "cuda":
+        dist.init_process_group("nccl", device_id=own_device)
     else:
         dist.init_process_group("gloo")
-    world = World(place, dist.group.WORLD)
+    world = World(own_device, dist.group.WORLD)
     try:
         with world.explain_errors(lambda: "outside of a training step"):
             yield world

@@ -91,7 +91,7 @@ def test_strips_of_a_sigmoid_add_up(monkeypatch, strip, dtype):
     mine, truth = LOSSES["siglip"]
     unit = 256
     if DEVICE == "cpu":
-        unit, tile = 32, kernel_plan.KernelTile(rows=32, columns=32, width=32, warps=4, stages=2)
+        unit, tile = 32, kernel_plan.KernelTile(rows=32, columns=32, dims=32, warps=4, stages=2)
         monkeypatch.setattr(kernel_plan, "gradient_tile", lambda precision, device: tile)
     inputs = inputs_of(2 * unit + 8, 24, dtype)
     for outcome in in_one_strip_and_several(monkeypatch, mine, inputs, [unit * side for side in strip]):

@@ -42,7 +42,7 @@ LOSSES = {
     "sup_con alone": lambda x, y, s, **o: mb.sup_con_loss(x, ALONE, s, **o) + 0 * y.sum(),
 }
 
-TILES = {name: getattr(triton_small_launches, name) for name in ("_SUMS", "_LABEL_SUMS", "_WEIGHTS", "_SIGMOIDS", "_WHOLE")}
+TILES = {name: getattr(triton_small_launches, name) for name in ("_SUMS", "_LABEL_SUMS", "_WEIGHTS", "_SIGMOIDS", "_FULL_ROWS")}
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def wrong_groups(group, rank):
 def test_meshes_and_groups_that_are_refused(pool):
     answers = pool.run(wrong_groups, 8)
     for rank, (messages, _) in enumerate(answers):
-        assert "group must be a mesh of one dimension, got one of 2, of shape (2, 4)" in messages[0]
+        assert "group must be a DeviceMesh with one dimension, got 2 dimensions (shape (2, 4))" in messages[0]
         if rank > 1:
             assert messages[1] == "group must contain this process, got a group of other processes"
     for half in (range(4), range(4, 8)):

@@ -251,7 +251,7 @@ def launch_late(precision: str, dtype: torch.dtype, features: bool) -> None:
     lengths = torch.full((8,), 32) if features else None
     tokens = TokenRows(torch.randn(256, D).to(dtype), 32, lengths, valid)
     block = LateBlock(
-        tokens, replace(tokens, width=64, lengths=None if lengths is None else lengths), torch.ones(()), precision
+        tokens, replace(tokens, max_length=64, lengths=None if lengths is None else lengths), torch.ones(()), precision
     )
     for _ in late_kernels.score_tiles(block):
         pass

@@ -40,7 +40,7 @@ def hooks(monkeypatch):
     active = SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: 10 * device)
     monkeypatch.setattr(triton_launcher, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=found)))
     monkeypatch.setattr(triton_launcher, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(triton_launcher, "_RUN_IS_KNOWN", True)
+    monkeypatch.setattr(triton_launcher, "_CAN_CALL_RUN", True)
     return found
 
 
@@ -79,7 +79,7 @@ def test_hooks_for_launches_are_left_to_triton(hooks):
 
 
 def test_an_unknown_triton_launches_its_own_way(monkeypatch):
-    monkeypatch.setattr(triton_launcher, "_RUN_IS_KNOWN", False)
+    monkeypatch.setattr(triton_launcher, "_CAN_CALL_RUN", False)
     calls = []
     launch = triton_launcher.Launcher(Kernel(calls, Compiled(calls)), (7,), (5,), BLOCK=16)
     for _ in range(2):
@@ -134,9 +134,9 @@ def test_launchers_are_kept_for_arguments_of_the_same_kinds():
 
 
 def test_few_launchers_are_kept(monkeypatch):
-    monkeypatch.setattr(triton_launcher, "_KNOWN", {})
-    monkeypatch.setattr(triton_launcher, "_MOST", 3)
+    monkeypatch.setattr(triton_launcher, "_LAUNCHERS", {})
+    monkeypatch.setattr(triton_launcher, "_MAX_LAUNCHERS", 3)
     kernel = Kernel([], None)
     for size in range(8):
         triton_launcher.launch(kernel, (1,), (torch.zeros(1), None), (size,), BLOCK=16)
-        assert len(triton_launcher._KNOWN) <= 3
+        assert len(triton_launcher._LAUNCHERS) <= 3

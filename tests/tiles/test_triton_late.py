@@ -47,7 +47,7 @@ def test_kernels_match_float64(monkeypatch, shape, layout, dtype, strips):
         monkeypatch.setattr(kernel_plan, "MAXSIM_LIST_ENTRIES", 600)  # of two long documents at a time
         monkeypatch.setattr(kernel_plan, "documents_at_once", lambda width, D: 3)  # backward takes what forward kept in parts
         monkeypatch.setattr(
-            kernel_plan, "_MAXSIM_LISTED", kernel_plan.KernelTile(rows=16, columns=16, width=128, warps=4, stages=3)
+            kernel_plan, "_MAXSIM_LISTED", kernel_plan.KernelTile(rows=16, columns=16, dims=128, warps=4, stages=3)
         )
         monkeypatch.setattr(kernel_plan, "_MAXSIM_LISTED_FLOAT32", kernel_plan._MAXSIM_LISTED)
         monkeypatch.setattr("megabatch.late.kernels._CHUNK", 32)

@@ -1,22 +1,23 @@
-"""Device functions that several kernels share: exponents of a tile, offsets, equal ids, rounding, partial sums, sums of
-softplus, cross-entropies, the last step of a gradient.
+"""Device functions that several kernels share.
 
-Kernels import them from here and never from one another. Each is inlined into its caller.
+They compute the exponents of a tile, offsets, masks of equal ids, rounding, sums of partial sums, softplus, cross-entropies
+and the last step of a gradient. Kernels import them from here and never from one another. Triton inlines each of them into its
+caller.
 """
 
 import triton
 import triton.language as tl
 
-# log(1 + e) = e·(1 + c₁e + … + c₈e⁸) for 0 ≤ e ≤ 1, within 3.4e-8 of its value: the fit of least relative error.
+# Coefficients of log(1 + e) = e·(1 + c₁e + … + c₈e⁸) for 0 ≤ e ≤ 1. They minimize the largest relative error, which is 3.4e-8.
 _C1, _C2, _C3, _C4 = (tl.constexpr(c) for c in (-0.49999648, 0.33321324, -0.24857163, 0.19153655))
 _C5, _C6, _C7, _C8 = (tl.constexpr(c) for c in (-0.137538, 0.079204515, -0.030065779, 0.005364821))
 
 
 @triton.jit
 def exponents(
-    s,  # (BLOCK_N, BLOCK_M) products ⟨x_i, y_j⟩
+    s,  # (BLOCK_N, BLOCK_M) dot products ⟨x_i, y_j⟩
     k,
-    k_rest,  # k is fp32; k + k_rest is scale · log2 e to twice as many digits
+    k_rest,  # k is fp32, and k + k_rest is scale · log2 e with twice as many digits
     col_offset,  # (1, BLOCK_M)
     row_offset,  # (BLOCK_N, 1)
     row_ids,  # (N,) or (N, 2) or None; see `equal_ids`
@@ -31,13 +32,13 @@ def exponents(
     SKIP_DIAGONAL: tl.constexpr,
     IDS_ARE_POSITIVES: tl.constexpr = False,
 ):
-    """Exponents t of the tile that starts at (n, m); −inf for excluded pairs.
+    """Returns the exponents t of the tile that starts at (n, m), and −inf for excluded pairs.
 
-    The order of the operations is fixed, so that forward and backward round alike.
+    The order of the operations is fixed, so that forward and backward round in the same way.
     """
     t = s * k + col_offset
     if EXACT:
-        t += s * k_rest  # the rounding error of k is the same in every entry: it does not average out
+        t += s * k_rest  # the rounding error of k is the same in every entry, so it would not average out
     if HAS_ROW_OFFSET:
         t += row_offset
     offs_n, offs_m = n + tl.arange(0, s.shape[0]), m + tl.arange(0, s.shape[1])
@@ -55,7 +56,10 @@ def exponents(
 
 @triton.jit
 def offsets(pointer, default, offs, size, axis: tl.constexpr):
-    """Offsets of rows (axis 1) or columns (axis 0), ready to be added to a tile; −inf beyond the edge."""
+    """Returns the offsets of rows (axis 1) or columns (axis 0), in a shape that broadcasts to a tile.
+
+    They are −inf beyond the edge. Without a pointer, every other offset is `default`.
+    """
     if pointer is None:
         values = tl.where(offs < size, default, -float("inf"))
     else:
@@ -65,9 +69,9 @@ def offsets(pointer, default, offs, size, axis: tl.constexpr):
 
 @triton.jit
 def equal_ids(row_ids, col_ids, offs_n, offs_m, N, M):
-    """Mask of the pairs with equal ids. Entries beyond the edge are arbitrary.
+    """Returns a mask of the pairs with equal ids. Entries beyond the edge are arbitrary.
 
-    Unsigned ids are ids in two columns (`kernels.operands.pack_ids`), of which one has to be equal.
+    Ids of an unsigned dtype have two columns (`kernels.operands.pack_ids`). They are equal if they are equal in one column.
     """
     columns: tl.constexpr = 2 if row_ids.dtype.element_ty == tl.uint64 else 1
     own = tl.load(row_ids + offs_n * columns, mask=offs_n < N, other=0)
@@ -82,22 +86,22 @@ def equal_ids(row_ids, col_ids, offs_n, offs_m, N, M):
 
 @triton.jit
 def finite_or_zero(shift):
-    """0 in place of ±inf, so that exp(s − shift) of an empty sum is 0 and not NaN."""
+    """Replaces ±inf by 0, so that exp(s − shift) of an empty sum is 0 and not NaN."""
     return tl.where(tl.abs(shift) == float("inf"), 0.0, shift)
 
 
 @triton.jit
 def round_to_tf32(values):
-    """Float32 rounded to the nearest TF32 value; NaN stays NaN."""
+    """Rounds float32 values to the nearest TF32 values. NaN stays NaN."""
     nearest = (values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
     return tl.where(values == values, nearest.to(tl.float32, bitcast=True), values)
 
 
 @triton.jit
 def load_embeddings(values, offs_n, offs_d, row_stride, stride, mask, ROUNDING: tl.constexpr):
-    """A tile of embeddings as float32, rounded as the products see it.
+    """Returns a tile of embeddings in float32, rounded in the same way as the inputs of the matmuls.
 
-    ROUNDING: 0 none, 1 TF32, 2 bfloat16, 3 float16.
+    ROUNDING is 0 for no rounding, 1 for TF32, 2 for bfloat16 and 3 for float16.
     """
     rows = tl.load(values + offs_n.to(tl.int64)[:, None] * row_stride + offs_d.to(tl.int64)[None, :] * stride, mask, 0.0)
     if ROUNDING == 1:
@@ -111,14 +115,14 @@ def load_embeddings(values, offs_n, offs_d, row_stride, stride, mask, ROUNDING: 
 
 @triton.jit
 def log1p(e):
-    """log(1 + e) for e ≥ 0."""
+    """Returns log(1 + e) for e ≥ 0."""
     p = _C1 + e * (_C2 + e * (_C3 + e * (_C4 + e * (_C5 + e * (_C6 + e * (_C7 + e * _C8))))))
     return tl.where(e < 1, e + e * (e * p), 0.6931471805599453 * tl.log2(1.0 + e))
 
 
 @triton.jit
 def softplus_and_sigmoid(t):
-    """(log(1 + exp t), its derivative); NaN for NaN."""
+    """Returns log(1 + exp t) and its derivative. Both are NaN if t is NaN."""
     small = tl.exp(-tl.abs(t))  # cannot overflow
     small = tl.where(t == t, small, t)
     return tl.where(t > 0, t, 0.0) + log1p(small), tl.where(t >= 0, 1.0, small) / (1.0 + small)
@@ -126,22 +130,25 @@ def softplus_and_sigmoid(t):
 
 @triton.jit
 def product_less_one(a, b):
-    """(1 + a)·(1 + b) − 1, to sum log(1 + e) with one logarithm.
+    """Returns (1 + a)·(1 + b) − 1. With it, Σ log(1 + e) takes one logarithm: the logarithm of a product.
 
-    Small terms keep the digits that 1 + a would lose. Terms are at most 1, and a product of 64 stays finite.
+    The digits of a small a are kept, which 1 + a would round away. Terms are at most 1, so the product of 64 factors is finite.
     """
     return a * b + (a + b)
 
 
 @triton.jit
 def decode_softplus(partial):
-    """A row sum of softplus from its stored form: −sum, or c with sum = −log(1 − c), 0 ≤ c ≤ ½."""
+    """Returns a row sum of softplus, given its stored form.
+
+    The stored form is either −sum, or c with 0 ≤ c ≤ ½ and sum = −log(1 − c).
+    """
     return tl.where(partial < 0, -partial, log1p(partial / (1.0 - partial)))
 
 
 @triton.jit
 def sum_parts(part, offs_n, parts, rows, SOFTPLUS: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Σ_p part[p, n], in a fixed order; decoded first if the parts are sums of softplus."""
+    """Returns Σ_p part[p, n], added in a fixed order. With SOFTPLUS, each part is decoded by `decode_softplus` first."""
     sums = tl.zeros(offs_n.shape, tl.float32)
     for first in range(0, parts, BLOCK_P):
         offs_p = first + tl.arange(0, BLOCK_P)
@@ -153,7 +160,7 @@ def sum_parts(part, offs_n, parts, rows, SOFTPLUS: tl.constexpr, BLOCK_P: tl.con
 
 @triton.jit
 def sum_all_parts(values, count, BLOCK: tl.constexpr):
-    """Σ values[:count] of float64, in a fixed order."""
+    """Returns Σ values[:count] in float64, added in a fixed order."""
     sums = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, count, BLOCK):
         offs = first + tl.arange(0, BLOCK)
@@ -163,18 +170,21 @@ def sum_all_parts(values, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def logarithm(total):
-    """log(total), and −inf for an empty sum."""
+    """Returns log(total), and −inf for an empty sum."""
     return tl.where(total == 0.0, -float("inf"), tl.log(tl.where(total == 0.0, 1.0, total)))
 
 
 @triton.jit
 def cross_entropy(shift, total, match):
-    """(log(1 + exp(odds)), its derivative) for odds = log(exp(shift) · total) − match, in float64; NaN for a match of +inf."""
+    """Returns log(1 + exp(odds)) and its derivative in float64, where odds = log(exp(shift) · total) − match.
+
+    Both are NaN if the match is +inf.
+    """
     match = tl.where(match == float("inf"), float("nan"), match)
     odds = (finite_or_zero(shift).to(tl.float64) - match) + logarithm(total)
     small = tl.exp(-tl.abs(odds))
     above = 1.0 + small
-    # log(above) · small / (above − 1) has the digits of a small exponential, which 1 + small has lost.
+    # log(above) · small / (above − 1) is accurate even if `small` is tiny, although 1 + small has lost the digits of `small`.
     rest = tl.where(above == 1.0, small, tl.log(above) * (small / tl.where(above == 1.0, 1.0, above - 1.0)))
     loss = tl.where(odds > 0, odds, 0.0) + rest
     weight = tl.where(odds > 0, 1.0, small) / above
@@ -187,7 +197,10 @@ def finish_tile(
     own_row_stride, own_stride, partners_row_stride, partners_stride,
     ROUNDING: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out = (sums + dmatch·partners)·factor for a tile of rows; returns ⟨sums_i + dmatch_i·partners_i, own_i⟩ if asked."""
+    """Stores out = (sums + dmatch·partners)·factor for a tile of rows, and returns ⟨sums_i + dmatch_i·partners_i, own_i⟩.
+
+    If `own` is None, the returned values are 0.
+    """
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row_products = tl.zeros((BLOCK_N,), tl.float32)
     if dmatch is not None:

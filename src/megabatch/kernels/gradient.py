@@ -1,4 +1,4 @@
-"""Kernels of the backward pass: a strip of gradient weights is recomputed, and cuBLAS multiplies it into dx and dy."""
+"""The kernel of the backward pass: it computes strips of gradient weights, which cuBLAS matmuls multiply into dx and dy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from megabatch.kernels.operands import (
     empty_aligned,
     exponent_operands,
     kernel_options,
-    similarity_operands,
+    logit_operands,
 )
 from megabatch.tiles import plan
 from megabatch.tiles.block import (
@@ -39,22 +39,22 @@ from megabatch.tiles.block import (
 from megabatch.tiles.sums import LogSum, finite_or_zero
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The gradient-strip kernel: recomputes tiles of similarities and stores a strip of weights g = d loss / d s.
+# The gradient-strip kernel recomputes tiles of logits and stores a strip of gradient weights g = d loss / d s.
 #
-# The kernel is a persistent matrix product whose tile is turned into weights before it is stored. It is stored in two
-# halves: half the shared memory for the store leaves room for one more stage of loads.
+# The kernel is a persistent matmul that turns each tile into weights before it stores the tile. A tile is stored in two halves,
+# because a store that needs half as much shared memory leaves enough of it for one more stage of loads.
 #
-# With the common shift C of `kernels.operands` both softmax weights share one exponential: g = 2^t · (row weight + column
-# weight). A sum that fp32 cannot hold at C has a shift of its own. A second launch forms the tiles that touch such a row or
-# column again, with two exponentials; if there are none, as nearly always, it returns at once.
+# With the common shift C of `kernels.operands`, both softmax weights share one exponential: g = 2^t · (row weight + column
+# weight). A sum that leaves the range of fp32 at the shift C has its own shift. A second launch recomputes the tiles that
+# contain such a row or column, with two exponentials per logit. Usually there are none, and the second launch returns at once.
 
-# Kinds of weights.
+# Kinds of gradient weights. The kernel of SOFTMAX_OWN_SHIFT is the second launch.
 SOFTMAX, SOFTMAX_OWN_SHIFT, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
 def _any(flags, count):
-    """The largest of flags[:count] ≥ 0."""
+    """Returns the largest of flags[:count], which are at least 0."""
     found = tl.zeros((128,), tl.float32)
     for first in range(0, count, 128):
         offs = first + tl.arange(0, 128)
@@ -77,15 +77,15 @@ def _gradient_strip_kernel(
     limit,  # (N,) or None
     row_weight,  # (N,), or None for 1
     col_weight,  # (M,)
-    row_cap,  # (N,) the row's sum: no term of it is larger
+    row_cap,  # (N,) the sum of the row, because no term of a sum is larger than the sum
     col_cap,  # (M,)
-    row_shift,  # (N,) the row's own shift, or −inf for C
+    row_shift,  # (N,) the row's own shift, or −inf if the shift is C
     col_shift,  # (M,)
     row_tile_own_shift,  # (tiles of N,) whether any row of the tile has its own shift, 0 or 1
     col_tile_own_shift,  # (tiles of M,)
     softplus_part,  # (2 · tiles of M, rows) row sums of softplus, negated, or None
     row_part,  # (2 · tiles of M, rows) row sums of g, or None
-    scale_part,  # (2 · tiles of M, rows) row sums of g times product, or None
+    scale_part,  # (2 · tiles of M, rows) row sums of g·⟨x_i, y_j⟩, or None
     col_part,  # (tiles of N, columns) column sums of g, or None
     first_row,
     last_row,
@@ -116,7 +116,7 @@ def _gradient_strip_kernel(
     HAS_ROW: tl.constexpr = row_offset is not None
     k, k_rest, base = tl.load(exponent_scale), tl.load(exponent_scale + 1), tl.load(exponent_scale + 2)
     for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, PROGRAMS, flatten=KIND != SOFTMAX_OWN_SHIFT):
-        # GROUP tiles of rows at a time, so that the operands of concurrent programs stay in the L2 cache.
+        # The programs process GROUP tiles of rows at a time, so that the operands of concurrent programs stay in the L2 cache.
         group = tile // (GROUP * tiles_m)
         index = tile % (GROUP * tiles_m)
         group_rows = tl.minimum(tiles_n - group * GROUP, GROUP)
@@ -187,17 +187,20 @@ def _gradient_strip_kernel(
 
 
 class SideWeights(NamedTuple):
-    """Softmax weights of the rows or of the columns of a block."""
+    """Softmax weights of the rows or of the columns of a block. Weights and caps are padded by `pad_to_tiles`."""
 
-    weight: Tensor  # (K,) drow_i / row_i at the shift; `whole_tiles`
-    cap: Tensor  # (K,) row_i at the shift; `whole_tiles`
-    shift: Tensor  # (K,) −inf for C, otherwise a shift of its own
+    weight: Tensor  # (K,) drow_i / row_i at the shift
+    cap: Tensor  # (K,) row_i at the shift
+    shift: Tensor  # (K,) the sum's own shift, or −inf if the shift is C
 
 
 class Weights(NamedTuple):
-    """Vectors that turn exponents into weights, in the order of the kernel. A sigmoid has at most row weights: None for 1."""
+    """The vectors that turn exponents into gradient weights, in the order of the kernel's parameters.
 
-    row_weight: Tensor | None  # (N,)
+    A sigmoid uses only the row weights.
+    """
+
+    row_weight: Tensor | None  # (N,), or None if all weights are 1
     col_weight: Tensor | None = None  # (M,)
     row_cap: Tensor | None = None  # (N,)
     col_cap: Tensor | None = None  # (M,)
@@ -208,7 +211,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of_softmax(cls, row: SideWeights, col: SideWeights, tile: kernel_plan.KernelTile) -> "Weights":
-        """Weights of rows and columns; `tile` is the kernel's."""
+        """Returns the vectors of a softmax, given the weights of its rows and columns and the tile of the kernel."""
         by_row, by_column = _has_own_shift(row.shift, tile.rows), _has_own_shift(col.shift, tile.columns)
         return cls(row.weight, col.weight, row.cap, col.cap, row.shift, col.shift, by_row, by_column)
 
@@ -220,12 +223,12 @@ class StripTask:
     operands: Operands
     block: Block
     tile: kernel_plan.KernelTile
-    kinds: tuple[tl.constexpr, ...]  # one launch each
+    kinds: tuple[tl.constexpr, ...]  # the kinds of gradient weights, with one launch for each
     weights: Weights
 
 
 class RowSums(NamedTuple):
-    """Row sums (n,) of a strip that its launch adds to; None where not needed."""
+    """Row sums, (n,) each, to which the launch of a strip adds its sums. They are None if they are not needed."""
 
     softplus: Tensor | None = None
     g: Tensor | None = None
@@ -236,16 +239,16 @@ def form_strip(
     task: StripTask,
     rows: slice,
     columns: slice,
-    g: Tensor | None,  # (n, m) written
+    g: Tensor | None,  # (n, m) receives the weights
     row_sums: RowSums,
-    col_sum: Tensor | None,  # (m,) column sums of g, added to
+    col_sum: Tensor | None,  # (m,) column sums of g, to which the sums of the strip are added
 ) -> None:
-    """Writes the strip of weights at (rows, columns) and adds its row and column sums."""
+    """Writes the strip of gradient weights at (rows, columns), and adds its row and column sums."""
     operands, block, tile, weights = task.operands, task.block, task.tile, task.weights
     kinds, hopper = task.kinds, hopper_tile(block, task.kinds[0])
     n, m = rows.stop - rows.start, columns.stop - columns.start
     tiles_m = 2 * plan.tiles(m, tile.columns) if hopper is None else plan.tiles(m, hopper.columns)
-    row_parts = [None if whole is None else _partial_sums(block, tiles_m, n) for whole in row_sums]
+    row_parts = [None if total is None else _partial_sums(block, tiles_m, n) for total in row_sums]
     col_part = None if col_sum is None else _partial_sums(block, plan.tiles(n, tile.rows), m)
     if hopper is not None:
         from megabatch.kernels import hopper as gluon
@@ -290,22 +293,23 @@ def form_strip(
         col_sum += col_part.sum(0)
 
 
-def whole_tiles(values: Tensor) -> Tensor:
-    """A float32 copy (K,) whose memory goes on to the end of a tile, with arbitrary values.
+def pad_to_tiles(values: Tensor) -> Tensor:
+    """Returns a float32 copy, (K,), whose memory extends to the end of the last tile. The values after the copy are arbitrary.
 
-    The warp-specialised kernel loads whole tiles of it: without a clamp or a mask, a load takes two neighbours at once.
+    The warp-specialized kernel loads full tiles of it. Because it needs neither a clamp nor a mask, one instruction loads two
+    neighboring values.
     """
-    room = torch.empty(len(values) + kernel_plan.HOPPER_BLOCK, dtype=torch.float32, device=values.device)
-    return room[: len(values)].copy_(values)
+    padded = torch.empty(len(values) + kernel_plan.HOPPER_BLOCK, dtype=torch.float32, device=values.device)
+    return padded[: len(values)].copy_(values)
 
 
 def hopper_tile(block: Block, kind: tl.constexpr) -> kernel_plan.HopperTile | None:
-    """The tile of the warp-specialised kernel if it serves this block and kind."""
+    """Returns the tile of the warp-specialized kernel, or None if that kernel does not serve this block and kind."""
     return kernel_plan.hopper_tile(block, "sigmoid" if kind == SIGMOID else "softmax")
 
 
 def _has_own_shift(shift: Tensor, tile: int) -> Tensor:  # (tiles,)
-    """Whether any row (or column) of each tile has a shift of its own."""
+    """Returns 1 for each tile in which any row (or column) has its own shift, and 0 for other tiles."""
     padding = -len(shift) % tile
     return torch.nn.functional.pad(shift != -torch.inf, (0, padding)).view(-1, tile).any(1).float()
 
@@ -315,14 +319,14 @@ def _partial_sums(block: Block, *shape: int) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Gradients by strips: a kernel forms a strip of weights g, and two cuBLAS matmuls use it.
+# Gradients by strips: a kernel computes a strip of gradient weights g, and two cuBLAS matmuls multiply it with x and y.
 #
-# The strip lives in one bounded workspace, in the type of the inputs. dx = g·y is finished strip by strip; dy += gᵀ·x
-# accumulates in fp32.
+# The strips share one workspace of limited size, in the dtype of the inputs. The sum dx = g·y is complete after the last strip
+# of its rows. The sum dy += gᵀ·x is accumulated in fp32 over all strips.
 
 
-# Range of C − log2(sum) in which a sum's weight is kept at the shift C. Above it, terms that matter underflow in 2^t, as in
-# forward. Below it, a weight as small as 2⁻²⁶ would underflow itself.
+# Range of C − log2(sum) in which the weight of a sum is stored at the shift C. Above this range, terms that matter underflow in
+# 2^t, as in forward. Below this range, a weight as small as 2⁻²⁶ would underflow.
 LARGEST_DELTA, SMALLEST_DELTA = 80.0, -100.0
 
 SOFTMAX_KINDS = SOFTMAX, SOFTMAX_OWN_SHIFT
@@ -330,16 +334,16 @@ SOFTMAX_KINDS = SOFTMAX, SOFTMAX_OWN_SHIFT
 
 def logsumexp_gradients(
     block: Block,
-    row: LogSum,  # (N,) sums over all columns, of which the block may hold a part
-    col: LogSum | None,  # (M,) None if dcol is
+    row: LogSum,  # (N,) sums over all columns, which may be more than the columns of the block
+    col: LogSum | None,  # (M,), or None if dcol is None
     drow: Tensor | None,  # (N,)
     dcol: Tensor | None,  # (M,)
     sums: ColumnGradients,
     needs: Needs,
 ) -> Iterator[RowGradients]:
-    """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
+    """Yields the gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
     if block.second_model is not None:
-        assert dcol is None, "a guide excludes pairs of rows"
+        assert dcol is None, "a guide excludes pairs from row sums only"
         return two_models.row_gradients(block, row, drow, sums, needs)
     operands = exponent_operands(block)
     row_weights = side_weights(row, drow, operands.shift, block.N)
@@ -348,33 +352,36 @@ def logsumexp_gradients(
 
 
 def softmax_task(operands: Operands, block: Block, row: SideWeights, col: SideWeights) -> StripTask:
-    """The backward pass of a logsumexp."""
+    """Returns the task of the backward pass of a logsumexp."""
     tile = strip_tile(block)
     return StripTask(operands, block, tile, SOFTMAX_KINDS, Weights.of_softmax(row, col, tile))
 
 
 def strip_tile(block: Block) -> kernel_plan.KernelTile:
-    """The tile of the kernel that forms a strip, for a softmax or a sigmoid."""
+    """Returns the tile of the gradient-strip kernel, for a softmax or a sigmoid."""
     return kernel_plan.gradient_tile(block.precision, block.x.device)
 
 
 def softplus_gradients(
     block: Block,
-    dtotal: Tensor | None,  # (N,), or None for 1
+    dtotal: Tensor | None,  # (N,), or None if all are 1
     sums: ColumnGradients,
     needs: Needs,
     *,
     total: Tensor | None = None,  # (N,)
 ) -> Iterator[RowGradients]:
-    """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given."""
-    operands = similarity_operands(block)
+    """Yields the gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij).
+
+    Adds the row sums to `total` if it is given.
+    """
+    operands = logit_operands(block)
     weights = Weights(None if dtotal is None else dtotal.contiguous())
     task = StripTask(operands, block, strip_tile(block), (SIGMOID,), weights)
     return gradient_strips(task, sums, needs, total)
 
 
 def softplus_sums(block: Block) -> Tensor:  # (N,)
-    """Row sums of softplus(s) = log(1 + exp(s))."""
+    """Returns the row sums of softplus(s) = log(1 + exp(s))."""
     total = block.zeros(block.N)
     for _ in softplus_gradients(block, None, ColumnGradients(None, None), Needs(False, False, False), total=total):
         pass
@@ -387,38 +394,38 @@ def side_weights(
     shift: Tensor,  # () C
     length: int,
 ) -> SideWeights:
-    """Weights gradient / sum and caps, at the shift C, or at a sum's own shift where C leaves fp32's range.
+    """Returns the weights gradient / sum and the caps, at the shift C, or at a sum's own shift if C leaves the range of fp32.
 
-    The cap is the sum: no term is larger. Backward forms similarities again and may round them differently. Without the cap a
-    softmax weight could be larger than 1, by a factor of e for every nat between the two roundings.
+    Each term of a sum is capped by the sum, so a softmax is at most 1. Backward computes the logits again and may round them
+    differently. Without the cap, a softmax would exceed 1 by a factor of e for every nat between the two rounded values.
     """
     if gradient is None or sums is None:
         zeros = torch.zeros(length, device=shift.device)
-        return SideWeights(whole_tiles(zeros), whole_tiles(zeros + torch.inf), zeros - torch.inf)
+        return SideWeights(pad_to_tiles(zeros), pad_to_tiles(zeros + torch.inf), zeros - torch.inf)
     exponent = finite_or_zero(sums.shift) * LOG2E
     above = shift - exponent
-    # The distance between C and the sum itself decides. The sum's shift may be near C although the sum is far from it: a sum
-    # over several blocks has the largest of their shifts.
+    # The distance between C and the logarithm of the sum decides. The shift of the sum cannot decide, because it may be near C
+    # although the sum is not: the shift of a sum over several blocks is the largest of their shifts.
     from_sum = above - sums.total.log2()
     at_block_shift = (sums.total == 0) | ((from_sum <= LARGEST_DELTA) & (from_sum >= SMALLEST_DELTA))
     own = exponent.float()
     difference = torch.where(at_block_shift, above, own - exponent)
-    # An empty sum has weight 0; a large C would turn it into 0 times infinity.
+    # An empty sum has weight 0. Without this line, a large C would turn the weight into 0 times infinity.
     difference = torch.where(sums.total == 0, 0.0, difference)
     weight, cap = sums.per_unit(gradient) * difference.exp2(), sums.total * (-difference).exp2()
-    return SideWeights(whole_tiles(weight), whole_tiles(cap), torch.where(at_block_shift, -torch.inf, own))
+    return SideWeights(pad_to_tiles(weight), pad_to_tiles(cap), torch.where(at_block_shift, -torch.inf, own))
 
 
 def gradient_strips(
     task: StripTask,
     sums: ColumnGradients,
     needs: Needs,
-    total: Tensor | None = None,  # (N,) row sums of softplus, added to
+    total: Tensor | None = None,  # (N,) the accumulator of the row sums of softplus
     within: tuple[slice, slice] | None = None,
 ) -> Iterator[RowGradients]:
-    """Gradients of the block, some rows at a time.
+    """Yields the gradients of the block, some rows at a time.
 
-    `within` restricts the pass to rows and columns that start and end at tile boundaries or at the edges of the block.
+    `within` restricts the pass to some rows and columns. They must start and end at tile boundaries or at edges of the block.
     """
     operands, block = task.operands, task.block
     all_rows, all_columns = within or (slice(0, block.N), slice(0, block.M))
@@ -447,53 +454,54 @@ def gradient_strips(
         yield RowGradients(rows, dx, dscale, drow_bias)
 
 
-class WholeGradients(NamedTuple):
-    """Gradients of all rows and columns, in fp32; None where not needed."""
+class GradientSums(NamedTuple):
+    """Gradients of all rows and columns, in fp32. They are None if they are not needed."""
 
     dx: Tensor | None  # (N, D), not yet multiplied by the scale
-    dy: Tensor | None  # (M, D)
-    dscale: Tensor | None  # (N,) Σ_j g_ij·⟨x_i, y_j⟩; None if it is to be taken from dx
+    dy: Tensor | None  # (M, D), not yet multiplied by the scale
+    dscale: Tensor | None  # (N,) Σ_j g_ij·⟨x_i, y_j⟩; None if the caller computes it from dx
 
 
-def whole_gradients(task: StripTask, needs: Needs, row_sums: RowSums | None = None) -> WholeGradients:
-    """`gradient_strips` for a batch so small that the sums of all rows of dx may be held: fewer calls, and nothing to zero.
+def sum_gradients(task: StripTask, needs: Needs, row_sums: RowSums | None = None) -> GradientSums:
+    """Computes the gradients of the block for a batch so small that the sums of dx of all rows fit in memory.
 
-    A sigmoid adds its row sums to `row_sums`, (N,) each.
+    Compared with `gradient_strips`, it needs fewer calls, and no sum has to be set to 0 first. A sigmoid adds its row sums to
+    `row_sums`, (N,) each.
     """
     operands, block = task.operands, task.block
     strip = plan.pair_strip(block.N, operands.x.element_size())
     scale_in_kernel, want_dx = _source_of_dscale(block, needs)
     dx, dy = (
-        torch.empty(block.N, block.D, dtype=block.dtype, device=block.x.device) if wanted else None
-        for wanted in (want_dx, needs.dy)
+        torch.empty(block.N, block.D, dtype=block.dtype, device=block.x.device) if is_needed else None
+        for is_needed in (want_dx, needs.dy)
     )
     dscale = block.zeros(block.N) if scale_in_kernel else None
-    added = (row_sums or RowSums())._replace(g_times_product=dscale)
+    all_sums = (row_sums or RowSums())._replace(g_times_product=dscale)
     workspace = None
     if want_dx or needs.dy:
         workspace = empty_aligned(operands.x, min(strip.rows, block.N), min(strip.columns, block.M))
     for rows in windows(block.N, strip.rows):
-        of_rows = RowSums(*[None if whole is None else part(whole, rows) for whole in added])
+        sums_of_rows = RowSums(*[None if total is None else part(total, rows) for total in all_sums])
         for columns in windows(block.M, strip.columns):
             g, shape = workspace, (rows.stop - rows.start, columns.stop - columns.start)
             if g is not None and g.shape != shape:
                 g = g[: shape[0], : shape[1]]
-            form_strip(task, rows, columns, g, of_rows, None)
+            form_strip(task, rows, columns, g, sums_of_rows, None)
             if g is not None and dx is not None:
-                into = matmul_into if columns.start == 0 else add_matmul
-                into(part(dx, rows), g, part(operands.y, columns))
+                multiply = matmul_into if columns.start == 0 else add_matmul
+                multiply(part(dx, rows), g, part(operands.y, columns))
             if g is not None and dy is not None:
-                into = matmul_into if rows.start == 0 else add_matmul
-                into(part(dy, columns), g.T, part(operands.x, rows))
-    return WholeGradients(dx, dy, dscale)
+                multiply = matmul_into if rows.start == 0 else add_matmul
+                multiply(part(dy, columns), g.T, part(operands.x, rows))
+    return GradientSums(dx, dy, dscale)
 
 
 def _source_of_dscale(block: Block, needs: Needs) -> tuple[bool, bool]:
-    """(whether the kernel sums dscale, whether dx is computed, for itself or for dscale).
+    """Returns whether the kernel sums dscale, and whether dx is computed because dx or dscale needs it.
 
-    Summing dscale in the kernel costs a tenth of the kernel's time. Half precision takes it from dx instead: the rounding
-    errors of g enter, but the dense computation has larger ones. That does not hold if positives are in the sums, where dscale
-    nearly cancels.
+    Summing dscale in the kernel takes a tenth of the kernel's time. In half precision, dscale is computed from dx instead. It
+    then contains the rounding errors of g, but they are smaller than the errors of the dense computation. If the sums contain
+    positive pairs, the terms of dscale nearly cancel, so the kernel sums dscale even in half precision.
     """
     in_kernel = needs.dscale and (block.positives_within or block.precision in (FLOAT32, TF32))
     return in_kernel, needs.dx or (needs.dscale and not in_kernel)

@@ -24,14 +24,14 @@ from megabatch.kernels.plan import HopperTile
 from megabatch.tiles import plan
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Epilogues of the warp-specialised kernel: half a tile of products becomes sums, softmax weights or sigmoid weights.
+# Epilogues of the warp-specialized kernel. They turn half a tile of dot products into sums, softmax weights or sigmoid weights.
 #
-# Each works in registers on 128 rows × 64 columns, in the layout in which the tensor cores leave a tile.
+# Each epilogue processes 128 rows × 64 columns in registers, in the layout that the tensor cores use for their results.
 
 
 @gluon.jit
 def halves(s):
-    """The left and the right half of the columns of a tile. Both stay in the same registers."""
+    """Returns the left and the right half of the columns of a tile. The values stay in their registers."""
     columns: gl.constexpr = s.shape[1] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
     left, right = s.reshape((s.shape[0], 2, columns)).permute((0, 2, 1)).split()
@@ -40,7 +40,7 @@ def halves(s):
 
 @gluon.jit
 def tile_offsets(s, n, m):
-    """offs_n and offs_m of a half tile that starts at (n, m)."""
+    """Returns offs_n and offs_m of half a tile that starts at (n, m)."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.shape[1], 16])
     offs_n = n + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
     return offs_n, m + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
@@ -48,7 +48,7 @@ def tile_offsets(s, n, m):
 
 @gluon.jit
 def _exclude(t, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL: gl.constexpr, EDGES: gl.constexpr, VALUE: gl.constexpr):
-    """t with VALUE on the diagonal and beyond the edges."""
+    """Returns t with VALUE on the diagonal and beyond the edges."""
     if SKIP_DIAGONAL:
         if (n < m + t.shape[1]) & (m < n + t.shape[0]):
             t = gl.where(offs_n[:, None] == offs_m[None, :], VALUE, _keep_branch(t))
@@ -60,16 +60,16 @@ def _exclude(t, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL: gl.constexpr, EDGES: 
 
 @gluon.jit
 def _keep_branch(t):
-    """t, through an instruction that the compiler must treat as a side effect.
+    """Returns t, copied by an instruction that the compiler treats as a side effect.
 
-    Without it the compiler turns the rare branch around it into a select in every tile.
+    Without it, the compiler would execute the rare branch that contains it in every tile, and select one of the results.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [t], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def tile_sums(s, k, base, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
-    """Row sums of 2^t, and column sums over the rows that one thread owns: (4, 8, columns)."""
+    """Returns row sums of 2^t, and column sums over the rows that one thread owns, (4, 8, columns)."""
     offs_n, offs_m = tile_offsets(s, n, m)
     e = gl.exp2(_exclude(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, True, -float("inf")))
     pairs = gl.sum(e.reshape((s.shape[0] // 16, 2, 8, s.shape[1])), 1)
@@ -78,7 +78,10 @@ def tile_sums(s, k, base, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
 
 @gluon.jit
 def softmax(s, k, base, a, col_weight, capped, row_cap, col_cap, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
-    """Softmax weights; if `capped`, each term is at most its sums. Weights beyond the edges are arbitrary and not stored."""
+    """Returns softmax weights. If `capped` is set, each exponential is at most its row sum and its column sum.
+
+    Weights beyond the edges are arbitrary and are not stored.
+    """
     offs_n, offs_m = tile_offsets(s, n, m)
     b = gl.load(col_weight + offs_m)
     e = gl.exp2(_exclude(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, False, -float("inf")))
@@ -89,7 +92,7 @@ def softmax(s, k, base, a, col_weight, capped, row_cap, col_cap, n, m, N, M, SKI
 
 @gluon.jit
 def negated_exponents(s, k, row_offset, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
-    """−t in units of log 2. Negating t later would be one more instruction."""
+    """Returns −t in units of log 2. A separate negation of t would take one more instruction."""
     LOG2E: gl.constexpr = 1.4426950408889634
     offs_n, offs_m = tile_offsets(s, n, m)
     t = s * (k * -LOG2E)
@@ -100,11 +103,12 @@ def negated_exponents(s, k, row_offset, n, m, N, M, SKIP_DIAGONAL: gl.constexpr)
 
 @gluon.jit
 def sigmoid(t, row_weight, n, m, N):
-    """Sigmoid weights, their row sums, and 1 − Π(1 − sigmoid) of each row (`kernels.device.decode_softplus`); t is negated.
+    """Returns sigmoid weights, their row sums, and 1 − Π(1 − sigmoid) of each row, given −t from `negated_exponents`.
 
-    Every instruction counts: a warp fetches code of this length at one instruction in three or four clocks.
+    `kernels.device.decode_softplus` computes the row sum of softplus from the third value. Every instruction counts, because a
+    warp needs three or four clocks to fetch one instruction of code of this length.
     """
-    r = 1.0 + gl.exp2(t)  # infinite where the weight is below fp32's range; the weight is then 0
+    r = 1.0 + gl.exp2(t)  # infinite if the weight is below the range of fp32; the computed weight is then 0
     g = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [r], dtype=gl.float32, is_pure=True, pack=1)
     row_sums, product = gl.sum(g, 1), gl.reduce(g, 1, complement_product)
     if row_weight is not None:
@@ -115,28 +119,29 @@ def sigmoid(t, row_weight, n, m, N):
 
 @gluon.jit
 def complement_product(a, b):
-    """1 − (1 − a)·(1 − b)."""
+    """Returns 1 − (1 − a)·(1 − b)."""
     return (a + b) - a * b
 
 
 @gluon.jit
 def softplus(t):
-    """Row sums of softplus of any size; t is negated."""
+    """Returns row sums of softplus, given −t from `negated_exponents`. The result is accurate for sums of any size."""
     e = gl.exp2(-gl.abs(t))  # exp(−|t|) cannot overflow
     return gl.sum(gl.minimum(t, 0.0), 1) * -0.6931471805599453 + log1p(gl.reduce(e, 1, product_less_one))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Sums of exp(s) and gradient strips on Hopper, in one warp-specialised kernel: half precision, no offsets, ids or limits.
+# One warp-specialized kernel computes sums of exp(s) and gradient strips on Hopper. It needs half precision, and it does not
+# support ids, limits or offsets, except the row offsets of a sigmoid.
 #
-# A program owns panels of BLOCK columns and loops over the rows. One producer warp copies rows and columns into a ring of
-# shared-memory slots. Two consumer warpgroups take turns with the tensor cores: while one multiplies its tile, the other
-# runs the epilogue of the tile before (above). The columns of a panel stay in shared memory, or as many steps
-# of their width as fit; the other steps are copied again for every tile. Columns that stay halve the load on the L2 cache,
-# which would otherwise be the limit. Programs that work on the same rows at the same time find them in that cache
-# (`kernels.plan.panel_programs`).
+# A program owns panels of BLOCK columns and loops over the rows. One producer warp copies rows and columns into a ring of slots
+# in shared memory. Two consumer warpgroups take turns with the tensor cores: while one multiplies its tile, the other one runs
+# the epilogue of its previous tile. The columns of a panel stay in shared memory during the whole loop. This halves the load on
+# the L2 cache, which would otherwise be the limit. If the columns do not fit, only those of some steps of the matmul stay, and
+# the columns of the other steps are copied again for every tile. Programs that work on the same rows at the same time find
+# these rows in the L2 cache (`kernels.plan.panel_programs`).
 #
-# `kernels.logsumexp` and `kernels.gradient` compute the same and serve all other inputs.
+# `kernels.logsumexp` and `kernels.gradient` contain kernels for the same computations that support all inputs.
 
 
 # Epilogues.
@@ -147,7 +152,7 @@ BLOCK = kernel_plan.HOPPER_BLOCK
 
 @gluon.jit
 def _store_columns(folded, col_part, WHICH: gl.constexpr, START: gl.constexpr, panel, tiles_n, columns, BLOCK: gl.constexpr):
-    """Stores this warpgroup's column sums of a panel. Each program that shares the panel has its own rows of `col_part`."""
+    """Stores the column sums of a panel. Each warpgroup of each program that shares the panel has its own row of `col_part`."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tiles = tiles_n.to(gl.int64) * gl.cdiv(columns, BLOCK)
     first_program = ((panel.to(gl.int64) * tiles_n + 1) * gl.num_programs(0) - 1) // tiles
@@ -159,19 +164,19 @@ def _store_columns(folded, col_part, WHICH: gl.constexpr, START: gl.constexpr, p
 
 @gluon.jit
 def _count_streamed(step, STEPS: gl.constexpr, RESIDENT: gl.constexpr):
-    """How many steps before this one have streamed columns. Streamed steps are spread evenly, and so are their copies."""
+    """Returns how many of the steps before this one have streamed columns. Streamed steps are spread evenly over a tile."""
     return step * (STEPS - RESIDENT) // STEPS
 
 
 @gluon.jit
 def _is_streamed(step, STEPS: gl.constexpr, RESIDENT: gl.constexpr):
-    """Whether the columns of this step are copied for every tile. If any step is streamed, the last one is."""
+    """Returns whether the columns of this step are copied for every tile. If any step is streamed, the last one is."""
     return _count_streamed(step + 1, STEPS, RESIDENT) > _count_streamed(step, STEPS, RESIDENT)
 
 
 @gluon.jit
 def _producer(x_desc, y_desc, slots, barriers, window, STEPS: gl.constexpr, RESIDENT: gl.constexpr):
-    """The producer warp: copies resident columns when the panel changes, rows and streamed columns for every tile."""
+    """The producer warp. It copies resident columns for every panel, and rows and streamed columns for every tile."""
     full, empty, panel_full, panel_empty = barriers
     first_row, first_column, _rows, _columns, _N, _M, tiles_n, first_tile, last_tile = window
     RING: gl.constexpr = full.shape[0]
@@ -222,7 +227,7 @@ def _consumer(
     STEPS: gl.constexpr,
     RESIDENT: gl.constexpr,
 ):
-    """One of the two consumer warpgroups: multiplies every other tile and runs its epilogue."""
+    """One of the two consumer warpgroups. It multiplies every second tile and runs the epilogue of the tile."""
     full, empty, panel_full, panel_empty = barriers
     exponent_scale, row_offset, row_weight, col_weight, row_cap, col_cap, softplus_part, row_part, col_part = vectors
     first_row, first_column, rows, columns, N, M, tiles_n, first_tile, last_tile = window
@@ -238,7 +243,7 @@ def _consumer(
     turn = 1 - WHICH
     if KIND == SUMS:
         zeros = halves(gl.zeros((BLOCK, BLOCK), gl.float32, layout))[0]
-        left_columns = tile_sums(zeros, k, -float("inf"), 0, 0, N, M, False)[1]  # zeros, in the layout of the sums
+        left_columns = tile_sums(zeros, k, -float("inf"), 0, 0, N, M, False)[1]  # zeros in the layout of the sums
         right_columns = left_columns
     for tile in range(first_tile + WHICH, last_tile, 2):
         panel = tile // tiles_n
@@ -251,8 +256,8 @@ def _consumer(
             offs_n = n + gl.arange(0, BLOCK, row_layout)
             a = gl.load(row_weight + offs_n)
         mbarrier.wait(panel_full, (panel - first_panel) & 1)
-        # A parity tells only two rounds of the ring apart. A warpgroup must not wait for a slot before the other has passed
-        # all of its own, or it takes the wrong round for the right one.
+        # The parity of a barrier distinguishes only two consecutive rounds of the ring. So a warpgroup must not wait for a slot
+        # before the other warpgroup has passed all slots of its tile. Otherwise it could read the slot in a wrong round.
         mbarrier.wait(turns.index(WHICH), turn & 1)
         turn += 1
         index = (tile - first_tile) * (2 * STEPS - RESIDENT)
@@ -266,7 +271,7 @@ def _consumer(
                 mbarrier.wait(full.index((index + 1) % RING), ((index + 1) // RING) & 1)
             s = warpgroup_mma(slots.index(RESIDENT + x_slot), slots.index(y_slot).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
-            if step > 0:  # the previous step's product is finished
+            if step > 0:  # the matmul of the previous step is finished
                 mbarrier.arrive(empty.index((index - 1) % RING))
                 if _is_streamed(step - 1, STEPS, RESIDENT):
                     mbarrier.arrive(empty.index((index - 2) % RING))
@@ -316,7 +321,7 @@ def _consumer(
             if row_part is not None:
                 gl.store(row_part + offs_part, row_sums, mask=mask_n)
             if softplus_part is not None:
-                if gl.max(product, 0) > 0.5:  # the product of 1 − sigmoid has lost digits
+                if gl.max(product, 0) > 0.5:  # the product of 1 − sigmoid has lost digits, so the sums are computed from t
                     product = -(softplus(left) + softplus(right))
                 gl.store(softplus_part + offs_part, product, mask=mask_n)
     for done in range(released, last_panel):  # the other warpgroup may still need the next panel
@@ -340,8 +345,8 @@ def _warp_specialized_kernel(
     row_weight,  # (N,) or None
     col_weight,  # (M,) or None
     row_cap,  # (N,) or None
-    col_cap,  # (M,) or None; of a softmax, all four are `whole_tiles`
-    softplus_part,  # (panels, rows) for `add_partial_sums`, or None
+    col_cap,  # (M,) or None; for a softmax, these four vectors are padded by `pad_to_tiles`
+    softplus_part,  # (panels, rows) in the form of `decode_softplus`, or None
     row_part,  # (panels, rows) or None
     col_part,  # (2 · programs that share a panel, columns) or None
     first_row,
@@ -397,7 +402,7 @@ def _warp_specialized_kernel(
 
 
 class _Vectors(NamedTuple):
-    """Optional arguments of the kernel, in its order."""
+    """Optional arguments of the kernel, in the order of its parameters."""
 
     row_offset: Tensor | None = None
     row_weight: Tensor | None = None
@@ -414,7 +419,7 @@ def sums(
     operands: Operands,
     rows: slice,
     columns: slice,
-    row_part: Tensor,  # (panels, n) written
+    row_part: Tensor,  # (panels, n) receives the partial row sums
     skip_diagonal: bool,
 ) -> Tensor:  # (partial sums, m)
     """Writes partial row sums of 2^t and returns partial column sums."""
@@ -431,12 +436,13 @@ def softmax_weights(
     col: tuple[Tensor | None, Tensor | None],  # (M,) weights and caps
     rows: slice,
     columns: slice,
-    g: Tensor | None,  # (n, m) written
+    g: Tensor | None,  # (n, m) receives the weights
     skip_diagonal: bool,
 ) -> None:
-    """g = min(2^t, caps) · (row weight + column weight); caps where exponents are large (`kernels.operands`).
+    """Computes g = min(2^t, caps) · (row weight + column weight). Caps apply only if an exponent may be above `CAPPED_ABOVE`.
 
-    There are no row or column sums of g: only bias gradients need them, and `kernels.plan.hopper_tile` rejects biases.
+    The kernel does not compute row or column sums of g, because only bias gradients need them, and `kernels.plan.hopper_tile`
+    rejects biases.
     """
     vectors = _Vectors(row_weight=row[0], col_weight=col[0], row_cap=row[1], col_cap=col[1])
     _launch(SOFTMAX, tile, operands, rows, columns, skip_diagonal, vectors, g)
@@ -445,14 +451,14 @@ def softmax_weights(
 def sigmoid_weights(
     tile: HopperTile,
     operands: Operands,
-    row_weight: Tensor | None,  # (N,), or None for 1
+    row_weight: Tensor | None,  # (N,), or None if all weights are 1
     rows: slice,
     columns: slice,
-    g: Tensor | None,  # (n, m) written
-    parts: tuple[Tensor | None, Tensor | None],  # (panels, n) each, written: row sums of softplus, and of g
+    g: Tensor | None,  # (n, m) receives the weights
+    parts: tuple[Tensor | None, Tensor | None],  # (panels, n) each, receive partial row sums of softplus, and of g
     skip_diagonal: bool,
 ) -> None:
-    """g = row weight · sigmoid(t), and partial row sums for `add_partial_sums`."""
+    """Computes g = row weight · sigmoid(t), and partial row sums for `add_partial_sums`."""
     vectors = _Vectors(operands.row_offset, row_weight, softplus_part=parts[0], row_part=parts[1])
     _launch(SIGMOID, tile, operands, rows, columns, skip_diagonal, vectors, g)
 
@@ -472,8 +478,8 @@ def _launch(
         _warp_specialized_kernel,
         (kernel_plan.panel_programs(panels, kernel_plan.multiprocessors(operands.x.device)),),
         (
-            _descriptor(operands.x, tile.width),
-            _descriptor(operands.y, tile.width),
+            _descriptor(operands.x, tile.dims),
+            _descriptor(operands.y, tile.dims),
             None if g is None else _descriptor(g, BLOCK // 2),
             operands.exponent_scale,
             *vectors,
@@ -488,11 +494,11 @@ def _launch(
         ),
         KIND=kind.value,
         SKIP_DIAGONAL=skip_diagonal,
-        STEPS=plan.tiles(operands.x.shape[1], tile.width),
+        STEPS=plan.tiles(operands.x.shape[1], tile.dims),
         RESIDENT=tile.resident,
         RING=tile.ring,
         BLOCK=BLOCK,
-        BLOCK_D=tile.width,
+        BLOCK_D=tile.dims,
         num_warps=4,
     )
 

@@ -1,10 +1,12 @@
-"""Launches that are repeated: the compiled kernel is looked up once.
+"""Launches kernels repeatedly and looks up the compiled kernel only once.
 
-For every launch, Triton looks at each argument to find the kernel compiled for such arguments, which takes the host longer than
-the launch itself. A `Launcher` does that the first time, and then starts the same compiled kernel again.
+For every launch, Triton inspects each argument to find the kernel that was compiled for such arguments. This takes the host
+longer than the launch itself. A `Launcher` lets Triton do this at the first launch, and then starts the same compiled kernel
+again.
 
-`compiled[grid]` starts a compiled kernel too, but it describes each launch for hooks, such as a profiler's, and calls them even
-if there are none. Without hooks, `compiled.run` is called as `compiled[grid]` calls it, and gets neither.
+`compiled[grid]` also starts a compiled kernel, but it prepares a description of each launch for hooks, such as the hooks of a
+profiler, and calls the hook functions even if there are no hooks. So if there are no hooks, a `Launcher` calls `compiled.run`
+directly, with None in place of the description and of the hooks.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,19 +17,21 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-Argument = Any  # a tensor, a descriptor of one (Triton and Gluon have a class each), or None
+Argument = Any  # a tensor, a descriptor of a tensor (Triton and Gluon have one class each), or None
 
-_MOST = 4096  # launchers that `launch` keeps
-_KNOWN: dict[Any, "Launcher"] = {}
-# Whether `compiled.run` takes the grid, stream, function, metadata of the kernel, metadata of the launch, two hooks, and the
-# arguments, and a hook may be None: true of 3.6 and of 3.8. Newer versions keep `compiled[grid]` until someone has looked.
-_RUN_IS_KNOWN = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 8)
+_MAX_LAUNCHERS = 4096  # number of launchers that `launch` stores
+_LAUNCHERS: dict[Any, "Launcher"] = {}
+# Whether `compiled.run` takes these arguments: the grid, the stream, the function, the metadata of the kernel, the metadata of
+# the launch, two hooks that may be None, and the arguments of the kernel. This was checked for Triton 3.6 and 3.8. With newer
+# versions, kernels are started by `compiled[grid]`.
+_CAN_CALL_RUN = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 8)
 
 
 def kinds(*tensors: Argument) -> tuple[Any, ...]:
-    """What the compiler is told of tensors: their types, and whether they start at a multiple of 16 bytes.
+    """Returns the properties of tensors that decide how a kernel is compiled.
 
-    Of a descriptor: the type and the shape of a block, which decide its layout.
+    For a tensor, these are its dtype and whether its address is a multiple of 16 bytes. For a descriptor, these are the dtype
+    and the shape of its block, which decide the layout of the block.
     """
     return tuple([None if tensor is None else _kind(tensor) for tensor in tensors])
 
@@ -39,40 +43,52 @@ def _kind(tensor: Argument) -> tuple[Any, ...]:
 
 
 class Launcher:
-    """A kernel with its grid, numbers and constants; it takes tensors, on one device, whose `kinds` must not change.
+    """A kernel with its grid, numbers and constants. It is called with the tensors.
 
-    A kernel's parameters are tensors, then numbers, then constants; `given` are the constants, and options such as num_warps.
+    The tensors of all calls must be on one device and have the same `kinds`. The parameters of a kernel are tensors, then
+    numbers, then compile-time constants.
+
+    Args:
+        kernel: a Triton or Gluon kernel.
+        grid: the numbers of programs.
+        numbers: the arguments between the tensors and the constants.
+        options: the constants, and launch options such as num_warps.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], **given: Any) -> None:
+    def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], **options: Any) -> None:
         names = list(kernel.arg_names)
-        constants = [name for name in names if name in given]
-        self._tensors = len(names) - len(numbers) - len(constants)
-        assert names[self._tensors + len(numbers) :] == constants, "a compiled kernel takes its arguments by position"
-        self._first: Callable[..., Any] = lambda *tensors: kernel[grid](*tensors, *numbers, **given)
-        self._again: Callable[..., Any] | None = None
+        constants = [name for name in names if name in options]
+        self._tensor_count = len(names) - len(numbers) - len(constants)
+        assert names[self._tensor_count + len(numbers) :] == constants, "a compiled kernel takes its arguments by position"
+        self._launch_by_triton: Callable[..., Any] = lambda *tensors: kernel[grid](*tensors, *numbers, **options)
+        self._launch_compiled: Callable[..., Any] | None = None
         self._grid = (*grid, 1, 1)[:3]
-        self._rest = *numbers, *(given[name] for name in constants)
+        self._numbers_and_constants = *numbers, *(options[name] for name in constants)
 
     def __call__(self, *tensors: Argument) -> None:
         """Launches the kernel."""
-        if self._again is not None:
-            self._again(*tensors)
+        if self._launch_compiled is not None:
+            self._launch_compiled(*tensors)
             return
-        assert len(tensors) == self._tensors
-        compiled = self._first(*tensors)
-        if isinstance(compiled, CompiledKernel):  # not if it was interpreted
+        assert len(tensors) == self._tensor_count
+        compiled = self._launch_by_triton(*tensors)
+        if isinstance(compiled, CompiledKernel):  # an interpreted kernel returns None
             plain = all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors)
-            self._again = _bind_launch(compiled, self._grid, self._rest, plain=plain)
+            self._launch_compiled = _bind_launch(compiled, self._grid, self._numbers_and_constants, plain=plain)
 
 
 def _bind_launch(compiled: CompiledKernel, grid: tuple[int, ...], rest: tuple[Any, ...], *, plain: bool) -> Callable[..., Any]:
-    """Starts a compiled kernel on the current device; takes tensors, which come before the rest of the arguments.
+    """Returns a function that starts a compiled kernel on the current device. Its arguments are the tensors.
 
-    Of plain tensors it passes addresses. Given a tensor, Triton asks the driver at every launch whether the GPU can read it.
+    Args:
+        compiled: the kernel.
+        grid: the numbers of programs in three dimensions.
+        rest: the arguments of the kernel after the tensors.
+        plain: whether there are no descriptors among the tensors. The addresses of plain tensors are then passed, because
+            for a tensor, Triton asks the driver at every launch whether the GPU can read it.
     """
     run_with_hooks = compiled[grid]
-    if not _RUN_IS_KNOWN:
+    if not _CAN_CALL_RUN:
         return lambda *tensors: run_with_hooks(*tensors, *rest)
     run, fixed = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
     hooks, device, stream_of = triton.knobs.runtime, driver.active.get_current_device(), driver.active.get_current_stream
@@ -90,19 +106,20 @@ def _bind_launch(compiled: CompiledKernel, grid: tuple[int, ...], rest: tuple[An
 
 
 def _is_set(hook: Any) -> bool:
-    """Whether there is something to call: a function, or a chain of them that is not empty."""
+    """Returns whether a hook has something to call: it is a function, or a chain of functions that is not empty."""
     return bool(getattr(hook, "calls", hook))
 
 
-def launch(kernel: Any, grid: tuple[int, ...], tensors: Sequence[Argument], numbers: tuple[Any, ...], **given: Any) -> None:
-    """Launches a kernel by the launcher of such arguments."""
+def launch(kernel: Any, grid: tuple[int, ...], tensors: Sequence[Argument], numbers: tuple[Any, ...], **options: Any) -> None:
+    """Launches through the `Launcher` that is stored for this kernel, device, grid, numbers, options and `kinds` of tensors."""
     first = next(tensor for tensor in tensors if tensor is not None)
     device = first.device if isinstance(first, Tensor) else first.base.device
-    # By its id, because Triton hashes a kernel by the text of its source. A launcher keeps its kernel alive.
-    key = id(kernel), device, grid, numbers, tuple(given.values()), kinds(*tensors)
-    launcher = _KNOWN.get(key)
+    # The key contains the id of the kernel, because Triton hashes a kernel by the text of its source. The id stays valid,
+    # because the launcher keeps its kernel alive.
+    key = id(kernel), device, grid, numbers, tuple(options.values()), kinds(*tensors)
+    launcher = _LAUNCHERS.get(key)
     if launcher is None:
-        if len(_KNOWN) >= _MOST:
-            _KNOWN.clear()
-        launcher = _KNOWN[key] = Launcher(kernel, grid, numbers, **given)
+        if len(_LAUNCHERS) >= _MAX_LAUNCHERS:
+            _LAUNCHERS.clear()
+        launcher = _LAUNCHERS[key] = Launcher(kernel, grid, numbers, **options)
     launcher(*tensors)

@@ -43,13 +43,15 @@ __all__ = [
 ]
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Adds partial sums of exp(s), and recomputes by online softmax the few that fp32 cannot hold at the block's common shift.
+# One kernel adds the partial sums of exp(s). It also recomputes, by online softmax, the few sums that leave the range of fp32
+# at the common shift C of the block.
 #
-# The host never reads a value back: a program whose sums are all in range is done. A program with a sum out of range
-# computes its rows again, with a running maximum each and without the common shift C: next to an outlier C is so large that
-# k·s − C has no digits left for the other rows. Rows and columns share one launch.
+# The host never reads a value back. A program stores its sums if all of them are in the range. Otherwise it recomputes its
+# rows, with a running maximum for each row and without C, because an outlier makes C so large that k·s − C has no correct
+# digits for other rows. Rows and columns share one launch.
 
-SMALLEST, LARGEST = 2.0**-80, 2.0**126  # a smaller sum may have lost terms that matter, a larger one has overflowed
+# A sum below SMALLEST may have lost terms that matter, and a sum above LARGEST may have overflowed.
+SMALLEST, LARGEST = 2.0**-80, 2.0**126
 _PARTS = 64  # partial sums of a row that are loaded at once
 
 
@@ -59,14 +61,14 @@ def _complete(
     x,  # (N, D)
     y,  # (M, D)
     exponent_scale,
-    row_offset,  # (N,) or None; (M,) if TRANSPOSED, where the rows here are the block's columns
-    col_offset,  # (M,) or None; (N,) if TRANSPOSED
+    row_offset,  # (N,) or None; if TRANSPOSED, (M,), because the rows of this function are then the columns of the block
+    col_offset,  # (M,) or None; if TRANSPOSED, (N,)
     row_ids,  # (N,) or None
     col_ids,  # (M,) or None
     limit,  # (N,) or None; None if TRANSPOSED
     part,  # (parts, N)
-    total,  # (N,) written
-    shift,  # (N,) written: the row's own shift where it was recomputed, elsewhere −inf
+    total,  # (N,) receives the sums
+    shift,  # (N,) receives the row's own shift if its sum was recomputed, otherwise −inf
     smallest,
     largest,
     parts,
@@ -84,7 +86,7 @@ def _complete(
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """The sums of one tile of rows."""
+    """Stores the sums of one tile of rows."""
     HAS_ROW_OFFSET: tl.constexpr = row_offset is not None
     n = tile * BLOCK_N
     offs_n = n + tl.arange(0, BLOCK_N)
@@ -114,7 +116,7 @@ def _complete(
                 column, row = offsets(col_offset, 0.0, offs_m, M, 0), offsets(row_offset, 0.0, offs_n, N, 1)
             t = exponents(s, k, k_rest, column, row, row_ids, col_ids, limit, n, m, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
             t = tl.where(mask_m[None, :], t, -float("inf"))
-            new_peak = tl.maximum(peak, tl.max(t, 1))  # ignores NaN; the sum keeps it
+            new_peak = tl.maximum(peak, tl.max(t, 1))  # the maximum ignores NaN, but the sum becomes NaN
             base = finite_or_zero(new_peak)
             again = again * tl.exp2(peak - base) + tl.sum(tl.exp2(t - base[:, None]), 1)
             peak = new_peak
@@ -134,11 +136,11 @@ def _online_logsumexp_kernel(
     col_ids,  # (M,) or None
     limit,  # (N,) or None
     row_part,  # (row_parts, N)
-    row_total,  # (N,) written
-    row_shift,  # (N,) written
+    row_total,  # (N,) receives the row sums
+    row_shift,  # (N,) receives their shifts
     col_part,  # (col_parts, M), or None
-    col_total,  # (M,) written, or None
-    col_shift,  # (M,) written, or None
+    col_total,  # (M,) receives the column sums, or None
+    col_shift,  # (M,) receives their shifts, or None
     smallest,
     largest,
     row_parts,
@@ -175,7 +177,7 @@ class OnlineSums(NamedTuple):
     """Sums of 2^t over rows or over columns."""
 
     total: Tensor  # (K,)
-    shift: Tensor  # (K,) −inf for C, otherwise a shift of its own
+    shift: Tensor  # (K,) the sum's own shift, or −inf if the shift is C
 
 
 def complete_sums(
@@ -186,7 +188,7 @@ def complete_sums(
     col_part: Tensor | None = None,  # (parts, M)
     col: OnlineSums | None = None,
 ) -> None:
-    """Writes the sums of rows, and of columns if given, from partial sums; `total` itself may be the only part of it."""
+    """Writes the row sums, and the column sums if `col` is given, given partial sums. `total` may be the only partial sum."""
     assert col is None or operands.limit is None, "a limit applies to row sums only"
     tile = kernel_plan.ONLINE
     programs = plan.tiles(block.N, tile.rows) + (0 if col is None else plan.tiles(block.M, tile.rows))
@@ -223,16 +225,16 @@ def complete_sums(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Row and column sums of exp(s) in one pass over the tiles, at the speed of the bare product.
+# Row and column sums of exp(s) in one pass over the tiles. The pass takes about as long as the matmul.
 #
-# A program owns a panel of BLOCK_M columns and loops over the rows, BLOCK_N at a time. One exponential per element serves
-# both directions. Row sums of a tile are stored as partial sums. Column sums stay in registers: each thread adds up the
-# rows it owns, and the threads' sums are reduced once, after the loop. There are no atomics; partial sums are added in a
-# fixed order.
+# A program owns a panel of BLOCK_M columns and loops over the rows, BLOCK_N at a time. One exponential per logit serves its row
+# sum and its column sum. The row sums of a tile are stored as partial sums. The column sums stay in registers: each thread adds
+# the rows that it owns, and the sums of the threads are reduced once, after the loop. There are no atomics, and partial sums
+# are added in a fixed order.
 #
-# All sums share one shift (`kernels.operands`). Sums that fp32 cannot hold at that shift are recognised by their values, and
-# the online kernel above recomputes them. Unit-length embeddings have none at scales below 48, and at 100 only in rows
-# where no cosine is above 0.035.
+# All sums share one shift (`kernels.operands`). If a sum leaves the range of fp32 at this shift, the kernel above detects this
+# from the value of the sum and recomputes the sum. With embeddings of unit length, this does not happen at scales below 48. At
+# a scale of 100, it happens only for rows in which no cosine is above 0.035.
 
 
 @triton.jit
@@ -282,17 +284,18 @@ def _logsumexp_kernel(
         offs_part = panel.to(tl.int64) * (last_row - first_row) + (offs_n - first_row)
         tl.store(row_part + offs_part, tl.sum(e, 1), mask=offs_n < last_row)
         if col_part is not None:
-            pairs = tl.sum(e.reshape(BLOCK_N // 16, 2, 8, BLOCK_M), 1)  # one thread holds rows r and r + 8 of a fragment
-            col += tl.sum(pairs.reshape(2, BLOCK_N // 32, 8, BLOCK_M), 0)  # and the same rows of both halves of the tile
+            # One thread holds the rows r and r + 8 of a fragment, in both halves of the tile.
+            pairs = tl.sum(e.reshape(BLOCK_N // 16, 2, 8, BLOCK_M), 1)
+            col += tl.sum(pairs.reshape(2, BLOCK_N // 32, 8, BLOCK_M), 0)
     if col_part is not None:
         offs_part = split.to(tl.int64) * (last_column - first_column) + (offs_m - first_column)
         tl.store(col_part + offs_part, tl.sum(tl.sum(col, 0), 0), mask=offs_m < last_column)
 
 
 def logsumexp_statistics(block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]:  # (N,), (M,) or (0,)
-    """Computes row sums and column sums of exp(s) in one pass over the tiles. Without `columns` the column sums are empty."""
+    """Returns row sums and column sums of exp(s) from one pass over the tiles. Without `columns`, the column sums are empty."""
     if block.second_model is not None:
-        assert not columns, "a guide excludes pairs of rows"
+        assert not columns, "a guide excludes pairs from row sums only"
         row_sums = two_models.row_statistics(block)
         return row_sums, LogSum.empty(0, dtype=row_sums.shift.dtype, device=block.x.device)
     operands = exponent_operands(block)
@@ -319,7 +322,10 @@ def write_sums(operands: Operands, block: Block, row: OnlineSums, col: OnlineSum
 
 
 def log_sum(sums: OnlineSums, operands: Operands) -> LogSum:
-    """The sums 2^shift · total with the shift in natural units, float64. An empty sum has shift −inf and total 0."""
+    """Returns the sums in float64 as exp(shift) · total, given 2^shift · total.
+
+    An empty sum has the shift −inf and the total 0.
+    """
     shift = torch.where(sums.shift.isinf(), operands.shift, sums.shift.double())
     return LogSum(torch.where(sums.total == 0, -torch.inf, shift * math.log(2)), sums.total.double())
 
@@ -329,8 +335,8 @@ def add_sums(
     block: Block,
     rows: slice,
     columns: slice,
-    row_total: Tensor,  # (N,) added to
-    col_total: Tensor | None,  # (M,) added to
+    row_total: Tensor,  # (N,) accumulator
+    col_total: Tensor | None,  # (M,) accumulator
 ) -> None:
     """Adds the row and column sums of 2^t of a rectangle, which starts and ends at tile boundaries or edges of the block."""
     for task in _launches(operands, block, rows, columns):
@@ -348,19 +354,19 @@ class _Launch(NamedTuple):
 
 
 def _launches(operands: Operands, block: Block, rows: slice, columns: slice) -> Iterator[_Launch]:
-    """The launches whose partial sums add up to the sums of a rectangle."""
+    """Yields the launches whose partial sums add up to the sums of a rectangle."""
     hopper = kernel_plan.hopper_tile(block, "sums")
     tile = kernel_plan.logsumexp_tile(block.precision, block.x.device)
-    width = tile.columns if hopper is None else hopper.columns
+    panel_columns = tile.columns if hopper is None else hopper.columns
     for row_range in _row_ranges(rows, tile, hopper):
-        for col_range in windows(columns, kernel_plan.LAUNCH_PANELS * width):
+        for col_range in windows(columns, kernel_plan.LAUNCH_PANELS * panel_columns):
             yield _Launch(row_range, col_range, tile, hopper)
 
 
 def _partial_sums(
     operands: Operands, block: Block, task: _Launch, *, with_columns: bool
 ) -> tuple[Tensor, Tensor | None]:  # (panels, n), (partial sums, m)
-    """Partial row sums of 2^t, and partial column sums if `with_columns`."""
+    """Returns the partial row sums of 2^t, and the partial column sums if `with_columns` is set."""
     rows, columns, tile, hopper = task
     panels = plan.tiles(columns.stop - columns.start, tile.columns if hopper is None else hopper.columns)
     row_part = torch.empty(panels, rows.stop - rows.start, dtype=block.dtype, device=block.x.device)
@@ -372,15 +378,15 @@ def _partial_sums(
 
 
 def _row_ranges(rows: slice, tile: kernel_plan.KernelTile, hopper: kernel_plan.HopperTile | None) -> Iterator[slice]:
-    """The rows of each launch.
+    """Yields the rows of each launch.
 
-    A last, incomplete tile of rows gets its own launch: it needs row offsets, which would slow down all other tiles
-    of `_logsumexp_kernel`.
+    If the last tile of rows is incomplete, it has its own launch, because it needs row offsets. In one launch with the other
+    tiles, the offsets would slow down all tiles of `_logsumexp_kernel`.
     """
-    whole = rows.stop if hopper is not None else rows.stop - (rows.stop - rows.start) % tile.rows
-    yield from windows(slice(rows.start, whole), kernel_plan.LAUNCH_ROWS)
-    if whole < rows.stop:
-        yield slice(whole, rows.stop)
+    last_full_row = rows.stop if hopper is not None else rows.stop - (rows.stop - rows.start) % tile.rows
+    yield from windows(slice(rows.start, last_full_row), kernel_plan.LAUNCH_ROWS)
+    if last_full_row < rows.stop:
+        yield slice(last_full_row, rows.stop)
 
 
 def _launch(
@@ -389,15 +395,16 @@ def _launch(
     tile: kernel_plan.KernelTile,
     rows: slice,
     columns: slice,
-    row_part: Tensor,  # (panels, n) written
+    row_part: Tensor,  # (panels, n) receives the partial row sums
     *,
     with_columns: bool,
 ) -> Tensor | None:  # (splits, m)
-    """Writes partial row sums. Returns partial column sums if `with_columns`."""
+    """Writes the partial row sums. Returns the partial column sums if `with_columns` is set."""
     n, m = rows.stop - rows.start, columns.stop - columns.start
     row_offset = operands.row_offset
     if row_offset is None and n % tile.rows and with_columns:
-        # The copy engine reads zeros beyond the last row. An offset of −inf keeps them out of the column sums.
+        # The copy engine reads zeros beyond the last row. With row offsets, such rows have an offset of −inf, so they do not
+        # change the column sums.
         row_offset = block.zeros(block.N)
     splits, split_rows = kernel_plan.row_splits(len(row_part), n, tile.rows, kernel_plan.multiprocessors(block.x.device))
     col_part = torch.empty(splits, m, dtype=block.dtype, device=block.x.device) if with_columns else None
@@ -422,20 +429,20 @@ def _launch(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The upper half of a symmetric block by the Triton kernels; operands are prepared once and not for every rectangle.
+# The upper triangle of a symmetric block by the Triton kernels. The operands are prepared once, and not for every rectangle.
 #
-# The sums of all rectangles share the block's shift C. So row sums and column sums are simply added, and become logarithms
-# at the end. Row weights and column weights of the gradient are the same vector.
+# The sums of all rectangles share the shift C of the block. So row sums and column sums are added without conversion, and their
+# logarithms are computed at the end. The row weights and the column weights of the gradient are the same vector.
 
 
 class KernelTriangle(Triangle):
-    """`Triangle` of a block by the Triton backend."""
+    """The `Triangle` of the Triton engine."""
 
     def __init__(self) -> None:
         super().__init__(TRITON)
 
     def statistics(self, block: Block) -> LogSum:  # (N,)
-        """Row sums of exp(s)."""
+        """Returns the row sums of exp(s)."""
         if block.is_empty:
             return super().statistics(block)
         operands = exponent_operands(block)
@@ -446,7 +453,7 @@ class KernelTriangle(Triangle):
         return log_sum(sums, operands)
 
     def gradients(self, block: Block, side: TriangleSide, dscale: Tensor | None) -> None:
-        """Adds the gradients of ⟨dsums, log sums⟩."""
+        """Adds the gradients of ⟨dsums, log sums⟩ to `side.dz` and `dscale`."""
         if block.is_empty:
             return
         operands = exponent_operands(block)

@@ -1,4 +1,7 @@
-"""What kernels read: rounded operands, the scale and common shift of the exponents, and kernels that take O(N·D)."""
+"""The inputs of the kernels: rounded embeddings, and the scale and common shift of the exponents.
+
+The module also contains the kernels for O(N·D) work.
+"""
 
 import math
 from collections.abc import Sequence
@@ -19,29 +22,31 @@ from megabatch.tiles import plan
 from megabatch.tiles.block import BFLOAT16, FLOAT16, FLOAT32, HALF_DTYPE, TF32, Block, round_to_tf32
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The scale of the exponents and their common shift C, from the largest norms of the embeddings: O(N·D), two kernels.
+# The scale of the exponents and their common shift C. Two kernels compute them from the largest norms of the embeddings, in
+# O(N·D).
 #
-# The first reads all embeddings. So it can also give the products of the matching pairs, which a loss of pairs needs.
+# The first kernel reads all embeddings. So it also computes the dot products of the matching pairs if a loss needs them.
 
 _BLOCK_N, _BLOCK_D = 16, 256
-_CONSTANTS = 4  # before the largest norms, in the same tensor
+_CONSTANTS = 4  # numbers before the largest norms, in the same tensor
 
-# Exponents up to which weights need no cap. Two roundings of a product differ by about √D · 2⁻²⁴ of the norms, so a weight of
-# the warp-specialised kernel is at most 1.001 without one at D = 1024: less than half a unit in the last place of bf16.
+# Exponents up to which weights need no cap. Two roundings of a dot product differ by about √D · 2⁻²⁴ of the product of the
+# norms. So at D = 1024, an uncapped weight of the warp-specialized kernel is at most 1.001. The excess is less than half a unit
+# in the last place of bf16.
 CAPPED_ABOVE = 512.0
 
 
 @triton.jit
 def _largest_finite(squares):
-    return tl.max(tl.where(squares < float("inf"), squares, 0.0), 0)  # false for NaN too
+    return tl.max(tl.where(squares < float("inf"), squares, 0.0), 0)  # the comparison is also false for NaN
 
 
 @triton.jit
 def _largest_norms_kernel(
     x,  # (N, D)
     y,  # (M, D), or None if it is x
-    work,  # constants, then the results: (1 or 2, programs)
-    products,  # (N,) of the pairs (i, i), or None
+    work,  # the constants, then the results: (1 or 2, programs)
+    products,  # (N,) ⟨x_i, y_i⟩, or None
     N,
     M,
     D,
@@ -51,7 +56,7 @@ def _largest_norms_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The largest finite squared norm of each BLOCK_N rows of x and of y; 0 if there is none."""
+    """Stores the largest finite squared norm of every BLOCK_N rows of x and of y, or 0 if there is none."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_squares = tl.zeros((BLOCK_N,), tl.float32)
     y_squares, sums = x_squares, x_squares
@@ -75,7 +80,7 @@ def _largest_norms_kernel(
 
 @triton.jit
 def _largest(values, count, BLOCK: tl.constexpr):
-    """The largest of values[:count] ≥ 0."""
+    """Returns the largest of values[:count], which are at least 0."""
     offs = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, count, BLOCK):
@@ -85,7 +90,7 @@ def _largest(values, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _exponent_scale_kernel(
-    work,  # constants, written, then the largest norms: (1 or 2, count)
+    work,  # the constants, which are written, then the largest norms: (1 or 2, count)
     scale,  # ()
     shift,  # () float64
     count,
@@ -95,7 +100,7 @@ def _exponent_scale_kernel(
     CONSTANTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """k in two parts, the whole number that exponents are shifted by, and whether weights need caps. One program."""
+    """Stores k in two parts, minus the whole number C, and whether weights need caps. There is one program."""
     x = _largest(work + CONSTANTS, count, BLOCK)
     y = x
     if TWO_SIDES:
@@ -108,7 +113,7 @@ def _exponent_scale_kernel(
     tl.store(work, high)
     tl.store(work + 1, (k - high.to(tl.float64)).to(tl.float32))
     tl.store(work + 2, -whole)
-    tl.store(work + 3, tl.where(bound <= CAPPED_ABOVE, 0.0, 1.0))  # NaN needs them too
+    tl.store(work + 3, tl.where(bound <= CAPPED_ABOVE, 0.0, 1.0))  # if the bound is NaN, weights need caps
     tl.store(shift, whole.to(tl.float64))
 
 
@@ -117,21 +122,22 @@ def exponent_scale(
     y: Tensor,  # (M, D), each row contiguous
     scale: Tensor,  # ()
     headroom: float,
-    products: Tensor | None = None,  # (N,) of the pairs (i, i), written; then N = M
+    products: Tensor | None = None,  # (N,) receives ⟨x_i, y_i⟩; then N = M
 ) -> tuple[Tensor, Tensor]:  # (4,) or longer, () float64
-    """(k, its rounding error, −C, 1 if weights need caps, …) with k = scale·log2 e, and C in float64.
+    """Returns (k, the rounding error of k, −C, 1 if weights need caps, …) with k = scale·log2 e. Also returns C in float64.
 
-    C is the least whole number ≥ 0 that keeps exponents ≤ `headroom`. The bound is |⟨x_i, y_j⟩| ≤ ‖x_i‖·‖y_j‖. Norms that are
-    not finite are ignored: their rows are found later, by their sums.
+    C is the smallest whole number, at least 0, that keeps all exponents at or below `headroom`. It is computed from the bound
+    |⟨x_i, y_j⟩| ≤ ‖x_i‖·‖y_j‖. Norms that are not finite are ignored, because `kernels.logsumexp` recomputes the sums of their
+    rows.
     """
-    other = None if y is x and products is None else y
+    second = None if y is x and products is None else y
     programs = plan.tiles(max(len(x), len(y)), _BLOCK_N)
-    work = torch.empty(_CONSTANTS + (1 if other is None else 2) * programs, dtype=torch.float32, device=x.device)
+    work = torch.empty(_CONSTANTS + (1 if second is None else 2) * programs, dtype=torch.float32, device=x.device)
     shift = torch.empty((), dtype=torch.float64, device=x.device)
     launch(
         _largest_norms_kernel,
         (programs,),
-        (x, other, work, products),
+        (x, second, work, products),
         (len(x), len(y), x.shape[1], x.stride(0), y.stride(0)),
         CONSTANTS=_CONSTANTS,
         BLOCK_N=_BLOCK_N,
@@ -142,7 +148,7 @@ def exponent_scale(
         (1,),
         (work, scale, shift),
         (programs,),
-        TWO_SIDES=other is not None,
+        TWO_SIDES=second is not None,
         HEADROOM=headroom,
         CAPPED_ABOVE=CAPPED_ABOVE,
         CONSTANTS=_CONSTANTS,
@@ -152,16 +158,16 @@ def exponent_scale(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Inputs of the Triton kernels: embeddings that the copy engine can read, and exponents in units of log 2.
+# Inputs of the Triton kernels: embeddings that the copy engine (TMA) can read, and exponents of 2.
 #
-# The softmax kernels compute t_ij = k·⟨x_i, y_j⟩ + row_offset_i + col_offset_j, where k = scale · log2 e. The offsets hold
-# the biases and minus one shift C for the whole block. C is the least shift that keeps t below `HEADROOM` for every product
-# and bias that the norms and the largest biases allow. So 2^t stays in fp32's range from 2⁶⁰ down, and one exponential per
-# element serves rows and columns. A row far below the bound of the largest norm or bias loses digits; its exponents are
-# formed again without C (`kernels.logsumexp`).
+# The softmax kernels compute t_ij = k·⟨x_i, y_j⟩ + row_offset_i + col_offset_j, where k = scale · log2 e. The offsets contain
+# the biases, minus one shift C that is common to all pairs of the block. C is the smallest shift that keeps t at or below
+# `HEADROOM` for all dot products and biases that the norms and the largest biases allow. So 2^t is at most 2⁶⁰, which is in the
+# range of fp32, and one exponential per logit serves its row and its column. The exponents of a row may be far below the bound
+# of the largest norm or bias. Such a row loses digits, and its exponents are recomputed without C (`kernels.logsumexp`).
 #
-# An error that all rows share does not average out. So C is kept in float64, the part of it that the kernels subtract is a
-# whole number, and sums become logarithms and weights in float64.
+# An error that all rows share does not average out. So C is stored in float64, the part of C that the kernels subtract is a
+# whole number, and logarithms and weights are computed from the sums in float64.
 
 
 LOG2E = 1 / math.log(2)
@@ -170,27 +176,31 @@ HEADROOM = 60.0
 
 @dataclass(frozen=True)
 class Operands:
-    """A block as the kernels read it."""
+    """The inputs of the kernels for one block."""
 
     x: Tensor  # (N, D) rounded; each row starts at a multiple of 16 bytes
     y: Tensor  # (M, D)
-    exponent_scale: Tensor  # (4,) or longer: k, its rounding error, the column offset if there is none, 1 if weights need caps
-    shift: Tensor  # () C, float64; if t is the similarity, there is no C, and nothing reads this
-    row_offset: Tensor | None  # (N,) of exponents relative to C
+    # (4,) or longer: k, the rounding error of k, the offset of all columns where `col_offset` is None, 1 if weights need caps
+    exponent_scale: Tensor
+    shift: Tensor  # () C in float64; unused if t is the logit, because there is no C
+    row_offset: Tensor | None  # (N,) offsets of exponents from which C is subtracted
     col_offset: Tensor | None  # (M,)
-    row_offset_unshifted: Tensor | None  # (N,) of exponents without C
+    row_offset_unshifted: Tensor | None  # (N,) offsets of exponents without C
     col_offset_unshifted: Tensor | None  # (M,)
-    row_ids: Tensor | None  # (N,) or (N, 2), as `pack_ids` returns them
+    row_ids: Tensor | None  # (N,) or (N, 2), in the format of `pack_ids`
     col_ids: Tensor | None  # (M,) or (M, 2)
-    limit: Tensor | None = None  # (N,) pairs with a larger product are excluded
+    limit: Tensor | None = None  # (N,) pairs with a larger dot product are excluded
 
     def descriptors(self, tile: KernelTile) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """Descriptors of x and y for a kernel's tile."""
-        return descriptor(self.x, tile.rows, tile.width), descriptor(self.y, tile.columns, tile.width)
+        """Returns descriptors of x and y for the tile of a kernel."""
+        return descriptor(self.x, tile.rows, tile.dims), descriptor(self.y, tile.columns, tile.dims)
 
 
 def exponent_operands(block: Block, products: Tensor | None = None) -> Operands:
-    """Operands of the softmax kernels: exponents of 2, relative to C. Writes ⟨x_i, y_i⟩ to `products`, (N,), if given."""
+    """Returns the operands of the softmax kernels, which compute exponents of 2 and subtract C.
+
+    If `products`, (N,), is given, ⟨x_i, y_i⟩ is written to it.
+    """
     x = operand(block.x, block.precision)
     y = x if block.y is block.x else operand(block.y, block.precision)
     constants, shift = exponent_scale(x, y, block.scale, HEADROOM, products)
@@ -218,10 +228,10 @@ def exponent_operands(block: Block, products: Tensor | None = None) -> Operands:
     )
 
 
-def similarity_operands(block: Block, constants: Tensor | None = None) -> Operands:
-    """Operands of the other kernels: t is the similarity itself, k the scale and C = 0.
+def logit_operands(block: Block, constants: Tensor | None = None) -> Operands:
+    """Returns the operands of all other kernels, for which t is the logit, k is the scale, and C is 0.
 
-    A kernel may write the constants later: the scale, 0, 0, 0, to `constants`, (4,) or longer.
+    If `constants`, (4,) or longer, is given, the caller lets a kernel write (scale, 0, 0, 0) to it.
     """
     x, y = operand(block.x, block.precision), operand(block.y, block.precision)
     if constants is None:
@@ -242,9 +252,10 @@ def similarity_operands(block: Block, constants: Tensor | None = None) -> Operan
 
 
 def kernel_options(block: Block, tile: KernelTile) -> dict[str, Any]:
-    """Compile-time arguments of every kernel that computes exponents.
+    """Returns the compile-time arguments of every kernel that computes exponents.
 
-    EXACT: whether exponents use all digits of k. Products of half-precision inputs are rougher than the rounding of k.
+    With EXACT, the exponents also use the rounding error of k. It is not set for half precision, because the inputs are rounded
+    more coarsely than k.
     """
     exact = block.precision in (FLOAT32, TF32)
     constants = {"D": block.D, "SKIP_DIAGONAL": block.skip_diagonal, "PRECISION": dot_precision(block), "EXACT": exact}
@@ -252,26 +263,26 @@ def kernel_options(block: Block, tile: KernelTile) -> dict[str, Any]:
 
 
 def dot_precision(block: Block) -> str:
-    """`input_precision` of `tl.dot`. TF32 inputs are rounded already, so the bits that it truncates are zero."""
+    """Returns the `input_precision` of `tl.dot`. The bits that TF32 truncates are 0, because the inputs are already rounded."""
     return "ieee" if block.precision == FLOAT32 else "tf32"
 
 
 def descriptor(values: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Descriptor for tiles of rows × columns. Elements beyond the edge read as 0 and are not written."""
+    """Returns a descriptor for tiles of rows × columns. Elements beyond the edge are read as 0 and are not written."""
     return TensorDescriptor(values, list(values.shape), list(values.stride()), [rows, columns])
 
 
 def empty_aligned(like: Tensor, rows: int, columns: int) -> Tensor:  # (rows, columns)
-    """An uninitialised matrix that the copy engine can write: each row starts at a multiple of 16 bytes."""
+    """Returns an uninitialized matrix that the copy engine can write. Each row starts at a multiple of 16 bytes."""
     step = 16 // like.element_size()
-    room = like.new_empty(rows, -(-columns // step) * step)
-    return room if columns % step == 0 else room[:, :columns]
+    padded = like.new_empty(rows, -(-columns // step) * step)
+    return padded if columns % step == 0 else padded[:, :columns]
 
 
 def pack_ids(ids: Tensor | None) -> Tensor | None:
-    """Ids as contiguous int64, because a kernel would compare int8 with uint8 bit by bit.
+    """Returns contiguous int64 ids, because a kernel would compare int8 with uint8 bit by bit.
 
-    Ids in two columns become uint64. Their dtype tells a kernel how many columns there are.
+    Ids in two columns become uint64, so that a kernel knows the number of columns from the dtype.
     """
     if ids is None:
         return None
@@ -280,7 +291,7 @@ def pack_ids(ids: Tensor | None) -> Tensor | None:
 
 
 def operand(values: Tensor, precision: str) -> Tensor:
-    """`values` rounded to `precision`, copied if the copy engine cannot read them where they are."""
+    """Rounds `values` to `precision`. Returns a copy if the copy engine cannot read them in their layout."""
     if precision == TF32:
         values = round_to_tf32(values)
     elif precision in HALF_DTYPE and values.dtype != HALF_DTYPE[precision]:
@@ -297,16 +308,17 @@ def operand(values: Tensor, precision: str) -> Tensor:
 
 
 def _largest_magnitude(values: Tensor) -> Tensor:
-    """The largest finite value; 0 if there is none."""
+    """Returns the largest finite value, or 0 if there is none."""
     return torch.where(values.isfinite(), values, -torch.inf).amax().nan_to_num(neginf=0.0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# O(N·D) work on embeddings and their gradients, one launch each; PyTorch operations would read them several times.
+# O(N·D) work on embeddings and their gradients. Each function takes one launch. PyTorch operations would read the embeddings
+# several times.
 #
-# The same functions as in `tiles.eager`: products of the matching pairs, and the last step of a gradient.
+# The functions are the same as in `tiles.eager`: the dot products of the matching pairs, and the last step of a gradient.
 
-_ROUNDING = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}  # of `load_embeddings`
+_ROUNDING = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}  # the values of ROUNDING in `load_embeddings`
 
 
 @triton.jit
@@ -364,7 +376,7 @@ def _finish_gradient_kernel(
 
 
 def matching_products(block: Block) -> Tensor:  # (N,)
-    """⟨x_i, y_i⟩, from the same rounded inputs as the tiles."""
+    """Returns the dot products ⟨x_i, y_i⟩ of the same rounded inputs as in the tiles."""
     x, y = block.x, block.y
     out = torch.empty(block.N, dtype=torch.float32, device=x.device)
     numbers = *x.shape, *x.stride(), *y.stride()
@@ -382,8 +394,8 @@ def finish_rows(
     dmatch: Tensor | None,  # (n,)
     precision: str,
 ) -> Tensor | None:  # (n,)
-    """out = (sums + dmatch·partners)·factor. Returns ⟨sums_i + dmatch_i·partners_i, own_i⟩ if `own` is given."""
-    assert all(part.is_contiguous() for part in (sums, out) if part is not None), "the kernel takes no strides of these"
+    """Computes out = (sums + dmatch·partners)·factor. Returns ⟨sums_i + dmatch_i·partners_i, own_i⟩ if `own` is given."""
+    assert all(part.is_contiguous() for part in (sums, out) if part is not None), "the kernel takes no strides of sums and out"
     products = None if own is None else torch.empty(len(sums), dtype=torch.float32, device=sums.device)
     own_strides = (0, 0) if own is None else own.stride()
     tensors = (sums, out, own, products, partners, dmatch, factor)
@@ -401,7 +413,8 @@ def _options(precision: str) -> dict[str, int]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Adds the partial row sums that the programs of a launch stored, in a fixed order: one launch for up to three vectors.
+# The sum of the partial row sums that the programs of a launch have stored, in a fixed order. One launch adds up to three
+# vectors.
 
 
 @triton.jit
@@ -431,39 +444,39 @@ def _add_partial_sums_kernel(
 
 
 def add_partial_sums(parts: Sequence[Tensor | None], sums: Sequence[Tensor | None]) -> None:
-    """Adds partial row sums, (parts, n) each, to row sums, (n,) each: of softplus, of g, and of g times product."""
-    present = [part for part in parts if part is not None]
-    if present:
-        count, rows = present[0].shape
+    """Adds partial row sums, (parts, n) each, to row sums, (n,) each. They are sums of softplus, of g, and of g·⟨x_i, y_j⟩."""
+    required = [part for part in parts if part is not None]
+    if required:
+        count, rows = required[0].shape
         grid = (-(-rows // 32),)
         launch(_add_partial_sums_kernel, grid, (*parts, *sums), (count, rows), BLOCK_P=64, BLOCK_N=32)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Backward of a loss whose gradients were computed in forward: one launch multiplies all of them by the loss's gradient.
+# Backward of a loss whose gradients were computed in forward. One launch multiplies all of them by the gradient of the loss.
 
-_ELEMENTS = 4096  # of a gradient that a program multiplies
-_PARTS = 2048  # parts of d scale that are added at once
+_ELEMENTS = 4096  # elements of a gradient that one program multiplies
+_PARTS = 2048  # parts of dscale that are added at once
 
 
 @triton.jit
 def _multiply_kernel(
-    dx,  # or None
-    dy,  # or None
-    sums,  # d scale in scale_parts parts, d bias, …
+    dx,  # x_count elements, or None
+    dy,  # the gradient of y starts at element y_first; or None
+    sums,  # dscale in scale_parts parts, then dbias, …
     dloss,  # ()
-    dx_out,  # x_count numbers, or None
-    dy_out,  # y_count numbers, or None
+    dx_out,  # x_count elements, or None
+    dy_out,  # y_count elements, or None
     dscale_out,  # () or None
     dbias_out,  # () or None
     x_count,
     y_count,
-    y_first,  # of dy
+    y_first,
     scale_parts,
     BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """All gradients times the gradient of the loss."""
+    """Stores all gradients times the gradient of the loss."""
     program, factor = tl.program_id(0), tl.load(dloss)
     blocks = 0
     if dx_out is not None:
@@ -486,9 +499,14 @@ def _multiply_kernel(
 
 @lru_cache(maxsize=256)
 def multiply(x_count: int, y_count: int, y_first: int, scale_parts: int, given: tuple[Any, ...]) -> Launcher:
-    """Multiplies all gradients by the gradient of the loss; counts are 0 where there is none. Adds up the parts of d scale.
+    """Returns the launcher that multiplies all gradients by the gradient of the loss, and sums the parts of dscale.
 
-    `given` decides how the kernel is compiled: the device, and the kinds of all tensors.
+    Args:
+        x_count: number of elements of dx, or 0 if it is not needed.
+        y_count: number of elements of dy, or 0 if it is not needed.
+        y_first: the first element of the gradient of y in dy.
+        scale_parts: number of parts of dscale.
+        given: the device and the kinds of all tensors, which decide how the kernel is compiled. Only the cache uses them.
     """
     programs = max(1, -(-x_count // _ELEMENTS) + -(-y_count // _ELEMENTS))
     numbers = x_count, y_count, y_first, scale_parts

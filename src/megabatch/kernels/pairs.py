@@ -1,4 +1,4 @@
-"""Kernels that compute the loss of N pairs together with its gradients, for `operators.fused`."""
+"""Kernels of the fused path (`operators.fused`), which computes the loss of N pairs together with its gradients."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megabatch.kernels import plan as kernel_plan
 from megabatch.kernels.device import cross_entropy, finish_tile, load_embeddings, softplus_and_sigmoid, sum_all_parts
-from megabatch.kernels.gradient import Weights, WholeGradients
+from megabatch.kernels.gradient import GradientSums, Weights
 from megabatch.kernels.launch import launch
 from megabatch.kernels.logsumexp import OnlineSums
 from megabatch.kernels.operands import Operands
@@ -17,11 +17,13 @@ from megabatch.tiles import plan
 from megabatch.tiles.block import FLOAT16, FLOAT32, TF32, Block, Needs
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The last step of a loss of pairs, in one launch: dx and dy from their sums, the loss, d scale in parts, and d bias.
+# The last step of a loss of pairs. One launch computes dx and dy from their sums, the loss, dscale in parts, and dbias.
 #
-# `kernels.operands` has the last step of other losses: one launch for some rows of one side.
+# `kernels.operands` contains the last step of other losses, which has one launch for some rows of one side.
 
-HALF_UNIT = 2.0**14  # of weights in float16: a softmax over a million columns stays within its range
+# Gradient weights are stored times a unit, which is `HALF_UNIT` in float16 and 1 in other dtypes. With it, the weights of a
+# softmax over a million columns stay in the range of float16.
+HALF_UNIT = 2.0**14
 
 _BLOCK_N, _BLOCK_D = 16, 256
 _BLOCK = 1024  # partial sums that are added at once
@@ -35,19 +37,19 @@ def _finish_pairs_kernel(
     dy_sums,  # (N, D) or None
     dx,  # (N, D) or None; may be `dx_sums`
     dy,  # (N, D) or None; may be `dy_sums`
-    row_dscale,  # (N,) without the matching pairs, or None if d scale is taken from dx
-    products,  # (N,) of the matching pairs
+    row_dscale,  # (N,) without the matching pairs, or None if dscale is computed from dx
+    products,  # (N,) ⟨x_i, y_i⟩
     dmatch,  # (N,)
     losses,  # (losses_count,)
     row_dbias,  # (N,) with the matching pairs, or None
     scale,  # ()
     loss,  # ()
-    numbers,  # (tiles of N + 1,) float64: d scale in parts, d bias; None if neither is needed
+    numbers,  # (tiles of N + 1,) float64: dscale in parts, then dbias; None if neither is needed
     N,
     D,
     x_stride,
     y_stride,
-    row_tiles,  # programs of dx and d scale; those of dy come after them
+    row_tiles,  # number of programs for dx and dscale, which come before the programs for dy
     losses_count,
     divisor,
     unit,
@@ -79,32 +81,32 @@ def _finish_pairs_kernel(
 
 
 class MatchGradients(NamedTuple):
-    """What is known of the matching pairs."""
+    """The dot products of the matching pairs, and the gradients of their logits."""
 
     products: Tensor  # (N,) or longer: ⟨x_i, y_i⟩
-    dmatch: Tensor  # (N,) or longer: the gradient of s_ii, in units
+    dmatch: Tensor  # (N,) or longer: the gradient of s_ii, times `unit`
     unit: float
 
 
 def finish_pairs(
     operands: Operands,
     block: Block,
-    sums: WholeGradients,
+    sums: GradientSums,
     needs: Needs,
     matches: MatchGradients,
-    losses: Tensor,  # (any number,) whose sum is the loss
+    losses: Tensor,  # (any number,) their sum, divided by `divisor`, is the loss
     divisor: int,
     *,
-    row_dbias: Tensor | None = None,  # (N,) in units
+    row_dbias: Tensor | None = None,  # (N,) times the unit
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # (), (N, D), (N, D), (parts + 1,) float64
-    """(loss, dx, dy, d scale in parts and d bias), divided by `divisor`; None where not needed. May overwrite `sums`.
+    """Returns the loss, dx, dy, and a tensor of dscale in parts and dbias. All are divided by `divisor`. May overwrite `sums`.
 
-    Gradients are in the type of the inputs. Those of float16 are in float32: backward multiplies them, and before that they may
-    be out of its range.
+    Gradients that are not needed are None. Gradients have the dtype of the inputs. If an input is float16, they are float32,
+    because they may be outside the range of float16 until backward multiplies them by the gradient of the loss.
     """
     (N, D), device = operands.x.shape, operands.x.device
-    given = block.x.dtype, block.y.dtype
-    dtypes = (torch.float32, torch.float32) if torch.float16 in given else given
+    input_dtypes = block.x.dtype, block.y.dtype
+    dtypes = (torch.float32, torch.float32) if torch.float16 in input_dtypes else input_dtypes
     dx, dy = (
         None if total is None or not need else total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
         for total, need, dtype in zip(sums[:2], needs[:2], dtypes, strict=True)
@@ -141,20 +143,23 @@ def finish_pairs(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# From sums of 2^t to the cross-entropies of matching pairs, and to the weights of their gradients in a strip: one launch.
+# One launch computes the cross-entropies of the matching pairs from sums of 2^t, and the weights of the gradient in a strip.
 #
-# PyTorch operations over vectors would take the host longer than all products take the GPU, up to 32k pairs on an H200. Row
-# i and column i share their match, so one program serves both. Sums have the shift C, or one of their own
+# Up to 32k pairs on an H200, PyTorch operations on vectors would take the host longer than all matmuls take the GPU. Row i and
+# column i have the same matching pair, so one program computes both. Sums have the shift C or their own shift
 # (`kernels.logsumexp`).
 
 
-# Planes of `PairVectors`. The first four are of rows, and each is followed by the same plane of columns.
+# Planes of `PairVectors`. The first four planes are for rows, and each of them is followed by the same plane for columns.
 WEIGHT, CAP, SHIFT, OWN_SHIFT, DMATCH, PRODUCT = (tl.constexpr(number) for number in (0, 2, 4, 6, 8, 9))
 
 
 @triton.jit
 def _side(common, match, offs, N, unit, weights, stride, TILE: tl.constexpr):
-    """(losses, their derivatives by the logarithms of the sums) of a program's rows or columns; stores weights and flags."""
+    """Returns the losses of a program's rows or columns, and their derivatives with respect to the logarithms of the sums.
+
+    Stores the weights, and a flag for each tile that contains a sum with its own shift.
+    """
     mask = offs < N
     total = tl.load(weights + CAP * stride + offs, mask, 0.0)
     own = tl.load(weights + SHIFT * stride + offs, mask, -float("inf"))
@@ -173,9 +178,9 @@ def _side(common, match, offs, N, unit, weights, stride, TILE: tl.constexpr):
 
 @triton.jit
 def _match(product, factor, EXACT: tl.constexpr):
-    """s_ii in float64, from the products of pairs, with the digits of the scale that exponents use (`kernel_options`).
+    """Returns s_ii in float64, given ⟨x_i, y_i⟩. The scale has the same digits as in the exponents (`kernel_options`).
 
-    So a pair is as similar as its equals in the sums, at any scale. A logit beyond the range of float32 is infinite.
+    So at any scale, equal dot products have equal logits in the sums and here. A logit beyond the range of float32 is infinite.
     """
     scale = factor.to(tl.float64)
     if not EXACT:
@@ -190,7 +195,7 @@ def _match(product, factor, EXACT: tl.constexpr):
 def _pair_statistics_kernel(
     scale,  # ()
     common,  # () C, float64
-    vectors,  # (10, stride), `PairVectors`: reads caps, shifts and products, writes the others
+    vectors,  # (10, stride) `PairVectors`; the kernel reads caps, shifts and products, and writes the others
     losses,  # (programs,) float64
     N,
     stride,
@@ -217,30 +222,31 @@ def _pair_statistics_kernel(
         tl.store(of_columns + WEIGHT * stride + offs, zero, mask)
         tl.store(of_columns + CAP * stride + offs, zero + float("inf"), mask)
         tl.store(of_columns + SHIFT * stride + offs, zero - float("inf"), mask)
-        tl.store(of_columns + OWN_SHIFT * stride + offs, zero, mask)  # tiles are fewer than columns
+        tl.store(of_columns + OWN_SHIFT * stride + offs, zero, mask)  # there are fewer tiles than columns
     tl.store(vectors + DMATCH * stride + offs, (-unit * weight).to(tl.float32), mask)
     tl.store(losses + tl.program_id(0), tl.sum(loss, 0))
 
 
 class PairVectors(NamedTuple):
-    """All vectors of the pairs, in one allocation: products and sums are written first, then the weights made of them."""
+    """All vectors of the pairs, in one allocation. Dot products and sums are written first, and then the weights."""
 
-    vectors: Tensor  # (10, stride): the eight `Weights`, then dmatch and products
-    row: OnlineSums  # which are the caps and shifts of `weights`
+    buffer: Tensor  # (10, stride) the eight vectors of `Weights`, then dmatch and products
+    row: OnlineSums  # the same memory as the caps and shifts of `weights`
     col: OnlineSums
-    weights: Weights  # in units
+    weights: Weights  # times the unit
     matches: MatchGradients
 
     @classmethod
     def empty(cls, block: Block) -> "PairVectors":
-        """Uninitialised vectors."""
-        stride = plan.tiles(block.N + kernel_plan.HOPPER_BLOCK, 64) * 64  # to the end of a tile, and each vector aligned
-        vectors = torch.empty((10, stride), dtype=torch.float32, device=block.x.device)
-        *weights, dmatch, products = vectors.unbind(0)
+        """Returns uninitialized vectors."""
+        # Each vector extends to the end of a tile, and its address is a multiple of 16 bytes.
+        stride = plan.tiles(block.N + kernel_plan.HOPPER_BLOCK, 64) * 64
+        buffer = torch.empty((10, stride), dtype=torch.float32, device=block.x.device)
+        *weights, dmatch, products = buffer.unbind(0)
         _, _, row_cap, col_cap, row_shift, col_shift, *_ = weights
         row, col = OnlineSums(row_cap, row_shift), OnlineSums(col_cap, col_shift)
         unit = HALF_UNIT if block.precision == FLOAT16 else 1.0
-        return cls(vectors, row, col, Weights(*weights), MatchGradients(products, dmatch, unit))
+        return cls(buffer, row, col, Weights(*weights), MatchGradients(products, dmatch, unit))
 
 
 def pair_statistics(
@@ -251,17 +257,17 @@ def pair_statistics(
     *,
     columns: bool,
 ) -> Tensor:  # (programs,) float64
-    """Partial sums of the cross-entropies of pairs (i, i) in row i, and with `columns` in column i; writes their weights.
+    """Returns partial sums of the cross-entropies of the pairs (i, i) in row i, and with `columns` also in column i.
 
-    `tile` is the kernel's that forms strips.
+    Writes the weights of the rows and columns to `pairs`. `tile` is the tile of the gradient-strip kernel.
     """
     size = max(tile.rows, tile.columns)
     losses = torch.empty(plan.tiles(block.N, size), dtype=torch.float64, device=block.x.device)
     launch(
         _pair_statistics_kernel,
         (len(losses),),
-        (block.scale, operands.shift, pairs.vectors, losses),
-        (block.N, pairs.vectors.shape[1], pairs.matches.unit),
+        (block.scale, operands.shift, pairs.buffer, losses),
+        (block.N, pairs.buffer.shape[1], pairs.matches.unit),
         COLUMNS=columns,
         EXACT=block.precision in (FLOAT32, TF32),
         TILE_N=tile.rows,
@@ -272,9 +278,9 @@ def pair_statistics(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The matching pairs of a sigmoid loss, in one launch: their losses and weights. Strips then add all other pairs.
+# One launch computes the losses and weights of the matching pairs of a sigmoid loss. Strips then add all other pairs.
 #
-# PyTorch operations over vectors would take the host longer than all products take the GPU, up to 32k pairs on an H200.
+# Up to 32k pairs on an H200, PyTorch operations on vectors would take the host longer than all matmuls take the GPU.
 
 
 # Planes of `SigmoidVectors`.
@@ -287,7 +293,7 @@ def _sigmoid_matches_kernel(
     y,  # (N, D)
     scale,  # ()
     bias,  # ()
-    vectors,  # (7, stride), `SigmoidVectors`
+    vectors,  # (7, stride) `SigmoidVectors`
     N,
     D,
     x_stride,
@@ -321,33 +327,33 @@ def _sigmoid_matches_kernel(
 
 
 class SigmoidVectors(NamedTuple):
-    """All vectors of the pairs, in one allocation; weights and gradients are in units."""
+    """All vectors of the pairs, in one allocation. Weights and gradients are stored times the unit."""
 
-    room: Tensor  # (7, stride): the vectors below
+    buffer: Tensor  # (7, stride) the memory of the vectors below
     offset: Tensor  # (N,) the bias
-    weight: Tensor  # (N,) the weight of a loss: the unit
-    losses: Tensor  # (N,) softplus(−s_ii); strips add the softplus of the row's other pairs
-    dbias: Tensor  # (N,) the gradient of the offset from s_ii; strips add the rest
-    constants: Tensor  # (stride,) of which the first four are `Operands.exponent_scale`
+    weight: Tensor  # (N,) the weight of the loss of each row, which is the unit
+    losses: Tensor  # (N,) softplus(−s_ii), to which strips add the softplus of the other pairs of the row
+    dbias: Tensor  # (N,) the gradient of the bias from s_ii, to which strips add the gradient from the other pairs of the row
+    constants: Tensor  # (stride,) its first four numbers are `Operands.exponent_scale`
     matches: MatchGradients
 
     @classmethod
     def empty(cls, x: Tensor, precision: str) -> "SigmoidVectors":
-        """Uninitialised vectors for the rows of x."""
+        """Returns uninitialized vectors for the rows of x."""
         N = len(x)
-        room = torch.empty((7, plan.tiles(N, 64) * 64), dtype=torch.float32, device=x.device)  # so each vector is aligned
-        offset, weight, losses, dbias, dmatch, products = room[:6, :N].unbind(0)
+        buffer = torch.empty((7, plan.tiles(N, 64) * 64), dtype=torch.float32, device=x.device)  # aligns each vector
+        offset, weight, losses, dbias, dmatch, products = buffer[:6, :N].unbind(0)
         matches = MatchGradients(products, dmatch, HALF_UNIT if precision == FLOAT16 else 1.0)
-        return cls(room, offset, weight, losses, dbias, room[6], matches)
+        return cls(buffer, offset, weight, losses, dbias, buffer[6], matches)
 
 
 def write_matches(operands: Operands, block: Block, bias: Tensor, vectors: SigmoidVectors) -> None:
-    """Writes all vectors."""
+    """Writes the vectors of a sigmoid loss."""
     launch(
         _sigmoid_matches_kernel,
         (plan.tiles(block.N, _BLOCK_N),),
-        (operands.x, operands.y, block.scale, bias, vectors.room),
-        (block.N, block.D, operands.x.stride(0), operands.y.stride(0), vectors.room.shape[1], vectors.matches.unit),
+        (operands.x, operands.y, block.scale, bias, vectors.buffer),
+        (block.N, block.D, operands.x.stride(0), operands.y.stride(0), vectors.buffer.shape[1], vectors.matches.unit),
         BLOCK_N=_BLOCK_N,
         BLOCK_D=_BLOCK_D,
     )

@@ -11,30 +11,31 @@ from torch import Tensor
 from megabatch.kernels import plan as kernel_plan
 from megabatch.kernels.device import equal_ids, offsets
 from megabatch.kernels.launch import launch
-from megabatch.kernels.operands import Operands, dot_precision, matching_products, similarity_operands
+from megabatch.kernels.operands import Operands, dot_precision, logit_operands, matching_products
 from megabatch.tiles.block import HALF_DTYPE, Block, RankTargets, targets_on_the_diagonal, windows
 from megabatch.tiles.eager import rank_noise
 from megabatch.tiles.sums import Best
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The k largest products of each row, at nearly the speed of the bare product.
+# The k largest dot products of each row, at nearly the speed of the matmul only.
 #
-# A kernel forms each tile once and stores the largest product of every group of columns, and of every panel of groups. The
-# k panels with the largest maxima hold the k best groups, and these the k best columns: a column in another group comes
-# after the maxima of all k. Panels and groups are runs of columns and are ordered like columns, by maximum and then by
-# index. Only the products of k groups are formed again. If they are too many for that, the kernel stores the products as
-# well (`kernels.plan.topk_group`).
+# One kernel computes each tile once. It stores the largest dot product of every group of columns, and of every panel of groups.
+# The k panels with the largest maxima contain the k best groups, and these contain the k best columns, because a column in
+# another group comes after the k maxima. Panels and groups consist of consecutive columns. Like columns, they are ordered by
+# maximum and then by index. Only the dot products of the k groups are computed again. If these are too many, the kernel also
+# stores all dot products, and none is computed again (`kernels.plan.topk_group`).
 #
-# Each choice is made by one kernel, in registers: a search by bits finds the k-th largest value, and a running count gives
-# the places among equal values to the first. The chosen ones stay in the order of columns until the end, when k of them are
-# sorted.
+# Each choice is made by one launch of a second kernel, in registers. It finds the k-th largest value bit by bit. If several
+# values are equal to it, a running count selects the first of them. The chosen columns stay in the order of their indices until
+# the end, when the k best columns are sorted.
 #
-# Products that are formed twice are rounded differently. Without a limit this only orders columns whose products are equal
-# to rounding. With one, a column may be below the limit in the first pass and above it in the second. Its group then took a
-# place for nothing, and a better column of another group is lost. Such a column is above the limit by no more than the
-# rounding error of two products (`_noise`). Rows with a column in that range are searched again with stored products.
+# A dot product that is computed twice is rounded in two ways. Without a limit, this affects only the order of columns whose dot
+# products are equal up to rounding. With a limit, a column may be below the limit in the first pass and above it in the second.
+# A place among the k best groups is then wasted, and a better column of another group may be lost. Such a column is above the
+# limit by at most the rounding error of two dot products (`_noise`). Rows with a column in this range are searched again, with
+# stored dot products.
 
-_AT_ONCE = 32  # columns whose products one program forms again
+_COLUMNS_PER_PROGRAM = 32  # columns whose dot products one program of the third kernel computes
 
 
 @triton.jit
@@ -68,13 +69,14 @@ def _maxima_kernel(
     HALF: tl.constexpr = BLOCK_M // 2
     tiles_n = tl.cdiv(last_row - first_row, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, PROGRAMS, flatten=True):
-        tile_m = tile // tiles_n  # programs that run at the same time share columns
+        tile_m = tile // tiles_n  # so programs that run at the same time share columns
         n, m = first_row + (tile % tiles_n) * BLOCK_N, first_column + tile_m * BLOCK_M
         s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for d in range(0, D, BLOCK_D):
             s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
         offs_n, offs_m = n + tl.arange(0, BLOCK_N), m + tl.arange(0, BLOCK_M)
-        s = s + offsets(None, 0.0, offs_m, M, 0)  # no branch: with one, ptxas makes every product wait for the one before
+        # This addition has no branch. With a branch, ptxas would make every matmul wait for the previous one.
+        s = s + offsets(None, 0.0, offs_m, M, 0)
         if row_ids is not None:
             s = tl.where(equal_ids(row_ids, col_ids, offs_n, offs_m, N, M), -float("inf"), s)
         if limit is not None:
@@ -85,12 +87,13 @@ def _maxima_kernel(
                 s = tl.where(offs_n[:, None] == offs_m[None, :], -float("inf"), s)
         place = (offs_n - first_row).to(tl.int64)[:, None] * tiles_m + tile_m
         mask_n = (offs_n < last_row)[:, None]
-        largest = tl.max(s.reshape(BLOCK_N, GROUPS, GROUP), 2)  # ignores NaN, unless all are
+        largest = tl.max(s.reshape(BLOCK_N, GROUPS, GROUP), 2)  # ignores NaN, unless all values are NaN
         tl.store(group_maxima + place * GROUPS + tl.arange(0, GROUPS)[None, :], largest, mask=mask_n)
         largest = tl.max(largest.reshape(BLOCK_N, PANELS, PANEL // GROUP), 2)
         tl.store(panel_maxima + place * PANELS + tl.arange(0, PANELS)[None, :], largest, mask=mask_n)
         if products is not None:
-            left, right = s.reshape(BLOCK_N, 2, HALF).permute(0, 2, 1).split()  # stored whole, it needs more shared memory
+            # The tile is stored in two halves, because a store of the full tile needs more shared memory.
+            left, right = s.reshape(BLOCK_N, 2, HALF).permute(0, 2, 1).split()
             out = products + place * BLOCK_M + tl.arange(0, HALF)[None, :]
             tl.store(out, left, mask=mask_n)
             tl.store(out + HALF, right, mask=mask_n)
@@ -100,7 +103,7 @@ def _maxima_kernel(
 def _group_products_kernel(
     x,  # (N, D)
     y,  # (M, D)
-    chosen,  # (rows of this launch, k) int32, groups; −1 for none
+    chosen,  # (rows of this launch, k) int32 indices of groups, −1 for none
     products,  # (rows of this launch, k · GROUP)
     first_row,
     first_column,
@@ -132,17 +135,20 @@ def _group_products_kernel(
 @triton.jit
 def _choice_kernel(
     values,  # (n, stride)
-    runs,  # (n, m / RUN) int32, −1 for none; or None if all values of a row are candidates
+    runs,  # (n, m / RUN) int32 indices of runs of values, −1 for none; None if all values of a row are candidates
     found_values,  # (n, k) or None
     found_indices,  # (n, k)
     stride,
-    m,  # candidates of a row
+    m,  # number of candidates of a row
     k,
     RUN: tl.constexpr,
-    GATHERED: tl.constexpr,  # `values` has the candidates alone, one run after another
+    GATHERED: tl.constexpr,  # whether `values` contains only the candidates, one run after another
     BLOCK: tl.constexpr,
 ):
-    """The k best candidates of a row in the order of their indices; −inf and −1 for NaN and −inf."""
+    """Stores the k best candidates of a row in the order of their indices.
+
+    A candidate that is NaN or −inf gets the value −inf and the index −1.
+    """
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     exists, index = offs < m, offs
@@ -150,12 +156,12 @@ def _choice_kernel(
         run = tl.load(runs + row * (m // RUN) + offs // RUN, exists, -1)
         exists, index = run >= 0, run * RUN + offs % RUN
     v = tl.load(values + row * stride + (offs if GATHERED else index), exists, -float("inf"))
-    v = tl.where(v == v, v, -float("inf")) + 0.0  # −0 equals 0, but has other bits
+    v = tl.where(v == v, v, -float("inf")) + 0.0  # adding 0.0 turns −0, which has different bits, into 0
     bits = v.to(tl.uint32, bitcast=True)
-    ordered = bits ^ tl.where(bits >> 31 == 0, 0x80000000, 0xFFFFFFFF).to(tl.uint32)  # unsigned, in the order of values
+    ordered = bits ^ tl.where(bits >> 31 == 0, 0x80000000, 0xFFFFFFFF).to(tl.uint32)  # unsigned, and sorts like the values
     ordered = tl.where(offs < m, ordered, 0)  # less than −inf
 
-    last = tl.zeros((), tl.uint32)  # of the k best: the largest number that k candidates reach
+    last = tl.zeros((), tl.uint32)  # the k-th largest number, which is the largest one that at least k candidates reach
     bit, reached = tl.full((), 0x80000000, tl.uint32), m
     while (bit > 0) & (reached != k):
         trial = last | bit
@@ -176,64 +182,65 @@ def _choice_kernel(
 
 
 def topk(block: Block, k: int) -> Best:  # (N, k)
-    """The k largest products ⟨x_i, y_j⟩ of each row, as `eager.topk`."""
-    found, unsure = _search(block, k, kernel_plan.topk_group(block.M, block.D, k))
-    if unsure is not None and len(again := unsure.nonzero().flatten()):
-        found.values[again], found.indices[again] = _search(_some_rows(block, again), k, None)[0]
-    return found
+    """Returns the k largest dot products ⟨x_i, y_j⟩ of each row, like `eager.topk`."""
+    best, is_unsure = _search(block, k, kernel_plan.topk_group(block.M, block.D, k))
+    if is_unsure is not None and len(rows := is_unsure.nonzero().flatten()):
+        best.values[rows], best.indices[rows] = _search(_select_rows(block, rows), k, None)[0]
+    return best
 
 
 def _search(block: Block, k: int, group: int | None) -> tuple[Best, Tensor | None]:  # (N, k), (N,) bool
-    """The best columns, and with a limit the rows in which products formed twice may have missed one.
+    """Returns the best columns of each row. With a limit, also returns a mask of the rows that may miss one of them.
 
-    Without `group` no product is formed twice.
+    A row may miss a column if a dot product was computed twice. Without `group`, no dot product is computed twice.
     """
-    operands = similarity_operands(block)
-    found = Best.none(block.N, k, block.zeros(0))
+    operands = logit_operands(block)
+    best = Best.none(block.N, k, block.zeros(0))
     noise = None if block.limit is None or group is None else _noise(operands)
-    unsure = None if noise is None else torch.zeros_like(noise, dtype=torch.bool)
+    is_unsure = None if noise is None else torch.zeros_like(noise, dtype=torch.bool)
     strip = kernel_plan.topk_strip(block.N, block.M, group)
     for rows in windows(block.N, strip.rows):
-        kept = Best(found.values[rows], found.indices[rows])
+        merged = Best(best.values[rows], best.indices[rows])
         for columns in windows(block.M, strip.columns):
-            part = kept if columns.start == 0 else Best.none(len(kept.values), k, kept.values)
+            part = merged if columns.start == 0 else Best.none(len(merged.values), k, merged.values)
             if group is None:
                 _choose_from_stored(part, block, operands, rows, columns)
             else:
                 groups, panels, _ = _maxima(block, operands, rows, columns, group)
                 chosen = _best_groups(groups, panels, k)
                 s = _products(block, operands, rows, columns, chosen, group)
-                if noise is not None and unsure is not None and block.limit is not None:
+                if noise is not None and is_unsure is not None and block.limit is not None:
                     limit = block.limit[rows, None]
                     above = s > limit
-                    unsure[rows] |= (above & (s <= limit + noise[rows, None])).any(1)
+                    is_unsure[rows] |= (above & (s <= limit + noise[rows, None])).any(1)
                     s.masked_fill_(above, -torch.inf)
                 _choose(*part, s, chosen, group, gathered=True)
             if columns.start > 0:
                 part.indices.add_(columns.start).masked_fill_(part.values == -torch.inf, -1)
-                values, indices = (torch.cat(both, 1) for both in zip(kept, part, strict=True))  # in the order of columns
-                place = torch.empty_like(kept.indices)
-                _choose(kept.values, place, values)
-                kept.indices.copy_(indices.gather(1, place.clamp_min_(0)).masked_fill_(kept.values == -torch.inf, -1))
-    for rows in windows(block.N, max(1, 2**24 // k)):  # chosen in the order of columns, which decides between equal values
-        values, order = found.values[rows].sort(dim=1, descending=True, stable=True)
-        found.values[rows], found.indices[rows] = values, found.indices[rows].gather(1, order)
-    return found, unsure
+                values, indices = (torch.cat(both, 1) for both in zip(merged, part, strict=True))  # in the order of columns
+                place = torch.empty_like(merged.indices)
+                _choose(merged.values, place, values)
+                merged.indices.copy_(indices.gather(1, place.clamp_min_(0)).masked_fill_(merged.values == -torch.inf, -1))
+    for rows in windows(block.N, max(1, 2**24 // k)):  # a stable sort keeps equal values in the order of columns
+        values, order = best.values[rows].sort(dim=1, descending=True, stable=True)
+        best.values[rows], best.indices[rows] = values, best.indices[rows].gather(1, order)
+    return best, is_unsure
 
 
 def _noise(operands: Operands) -> Tensor:  # (N,)
-    """More than two products of a row with any column can differ by, if fp32 adds up the same factors in two orders.
+    """Returns a bound for each row: if fp32 computes a dot product twice, in two orders, the two values differ by less.
 
-    A sum of D terms is off by D·2⁻²³·|x|·|y| at most, even if every addition truncates. A column with NaN is never chosen.
+    The error of a sum of D terms is at most D·2⁻²³·‖x‖·‖y‖, even if every addition truncates. Norms that are NaN count as 0,
+    because a column with NaN is never chosen.
     """
     x, y = (torch.linalg.vector_norm(side, dim=1, dtype=torch.float32) for side in (operands.x, operands.y))
     noise: Tensor = x * y.nan_to_num(0.0, torch.inf).amax() * (operands.x.shape[1] * 2.0**-22)
     return noise
 
 
-def _some_rows(block: Block, rows: Tensor) -> Block:  # (n,) int64
-    """These rows; the main diagonal, which they no longer have, as ids."""
-    assert not (block.skip_diagonal and block.row_ids is not None), "`exclude` is either"
+def _select_rows(block: Block, rows: Tensor) -> Block:  # (n,) int64
+    """Returns a block of some rows. If the main diagonal is excluded, ids exclude the same pairs."""
+    assert not (block.skip_diagonal and block.row_ids is not None), "a search excludes the diagonal or equal ids, not both"
     row_ids = None if block.row_ids is None else block.row_ids[rows]
     row_ids, col_ids = (rows, torch.arange(block.M, device=rows.device)) if block.skip_diagonal else (row_ids, block.col_ids)
     limit = None if block.limit is None else block.limit[rows]
@@ -243,13 +250,16 @@ def _some_rows(block: Block, rows: Tensor) -> Block:  # (n,) int64
 def _maxima(
     block: Block, operands: Operands, rows: slice, columns: slice, group: int, *, store: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # (n, groups), (n, panels), (n, columns)
-    """The largest product of each group and of each panel, and the products if they are to be stored; −inf where excluded."""
-    choose = kernel_plan.gradient_tile if store else kernel_plan.logsumexp_tile
-    tile = choose(block.precision, block.x.device)
+    """Returns the largest dot product of each group and of each panel, and with `store` all dot products.
+
+    The dot products of excluded pairs are replaced by −inf.
+    """
+    choose_tile = kernel_plan.gradient_tile if store else kernel_plan.logsumexp_tile
+    tile = choose_tile(block.precision, block.x.device)
     panel = min(tile.columns, kernel_plan.TOPK_STORED_PANEL) if store else tile.columns
     n, tiles = rows.stop - rows.start, triton.cdiv(columns.stop - columns.start, tile.columns)
-    width = tiles * tile.columns
-    sizes = (width // group, width // panel, width if store else 0)
+    padded_columns = tiles * tile.columns
+    sizes = (padded_columns // group, padded_columns // panel, padded_columns if store else 0)
     groups, panels, products = (torch.empty(n, size, dtype=torch.float32, device=block.x.device) for size in sizes)
     programs = kernel_plan.multiprocessors(block.x.device) * tile.per_multiprocessor
     launch(
@@ -277,23 +287,26 @@ def _maxima(
 
 
 def _choose(
-    found_values: Tensor | None,  # (n, k) written
-    found_indices: Tensor,  # (n, k) written
+    best_values: Tensor | None,  # (n, k) receives the values
+    best_indices: Tensor,  # (n, k) receives the indices
     values: Tensor,  # (n, m)
     runs: Tensor | None = None,  # (n, c) int32
     run: int = 1,
     *,
     gathered: bool = False,
 ) -> None:
-    """The k best values of each row in the order of their indices: of all values, or of those in some runs of them."""
-    stride, k = values.shape[1], found_indices.shape[1]
+    """Chooses the k best values of each row, in the order of their indices. With `runs`, only the values in these runs count.
+
+    `run` is the number of values in a run. If `gathered` is set, `values` contains only the values of the runs.
+    """
+    stride, k = values.shape[1], best_indices.shape[1]
     m = stride if runs is None else runs.shape[1] * run
     size = triton.next_power_of_2(m)
-    assert size <= 2**15, "the kernel counts with 16 bits"
+    assert size <= 2**15, "the kernel counts in 16 bits"
     launch(
         _choice_kernel,
         (len(values),),
-        (values, runs, found_values, found_indices),
+        (values, runs, best_values, best_indices),
         (stride, m, k),
         RUN=run,
         GATHERED=gathered,
@@ -303,58 +316,59 @@ def _choose(
 
 
 def _best_groups(groups: Tensor, panels: Tensor, k: int) -> Tensor:  # (n, groups), (n, panels) → (n, k) int32, −1 for none
-    def allocate(values: Tensor, *runs: Any) -> Tensor:
-        room = values.new_full((len(values), k), -1, dtype=torch.int32)
-        _choose(None, room, values, *runs)
-        return room
+    def choose(values: Tensor, *runs: Any) -> Tensor:
+        indices = values.new_full((len(values), k), -1, dtype=torch.int32)
+        _choose(None, indices, values, *runs)
+        return indices
 
     run = groups.shape[1] // panels.shape[1]
     if groups.shape[1] <= max(kernel_plan.TOPK_FEW, k * run):
-        return allocate(groups)
-    return allocate(groups, allocate(panels), run)
+        return choose(groups)
+    return choose(groups, choose(panels), run)
 
 
-def _choose_from_stored(found: Best, block: Block, operands: Operands, rows: slice, columns: slice) -> None:
-    group, k = kernel_plan.TOPK_STORED_GROUP, found.values.shape[1]
+def _choose_from_stored(best: Best, block: Block, operands: Operands, rows: slice, columns: slice) -> None:
+    group, k = kernel_plan.TOPK_STORED_GROUP, best.values.shape[1]
     groups, panels, products = _maxima(block, operands, rows, columns, group, store=True)
     assert products is not None
     if products.shape[1] <= max(kernel_plan.TOPK_FEW, k * group):
-        _choose(*found, products)
+        _choose(*best, products)
     else:
-        _choose(*found, products, _best_groups(groups, panels, k), group)
+        _choose(*best, products, _best_groups(groups, panels, k), group)
 
 
 def _products(
     block: Block, operands: Operands, rows: slice, columns: slice, chosen: Tensor, group: int
 ) -> Tensor:  # (n, k·group)
-    """The products with the columns of the chosen groups; −inf for excluded pairs."""
+    """Returns the dot products with the columns of the chosen groups, and −inf for excluded pairs."""
     n, k = chosen.shape
     s = torch.empty(n, k * group, dtype=torch.float32, device=block.x.device)
     launch(
         _group_products_kernel,
-        (n, triton.cdiv(k * group, _AT_ONCE)),
+        (n, triton.cdiv(k * group, _COLUMNS_PER_PROGRAM)),
         (operands.x, operands.y, chosen, s),
         (rows.start, columns.start, columns.stop, operands.x.stride(0), operands.y.stride(0), k),
         D=block.D,
         GROUP=group,
-        BLOCK_M=_AT_ONCE,
+        BLOCK_M=_COLUMNS_PER_PROGRAM,
         BLOCK_D=min(triton.next_power_of_2(block.D), 256 if block.precision in HALF_DTYPE else 128),
     )
     if operands.row_ids is None and not block.skip_diagonal:
         return s
     indices = columns.start + (chosen[:, :, None] * group + torch.arange(group, device=chosen.device)).flatten(1)
     if operands.row_ids is not None and operands.col_ids is not None:
-        theirs = operands.col_ids[indices.clamp(0, block.M - 1)]
-        s.masked_fill_(operands.row_ids[rows, None] == theirs, -torch.inf)
+        col_ids = operands.col_ids[indices.clamp(0, block.M - 1)]
+        s.masked_fill_(operands.row_ids[rows, None] == col_ids, -torch.inf)
     if block.skip_diagonal:
         s.masked_fill_(indices == torch.arange(rows.start, rows.stop, device=s.device)[:, None], -torch.inf)
     return s
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ranks: how many entries of each row and each column come before its target, such as the matching pair, in one pass.
+# Retrieval ranks: the number of entries in each row and each column that come before its target, such as the matching pair. All
+# ranks are counted in one pass.
 #
-# Counts are integers: atomics give the same result in any order, so there are no partial sums.
+# Counts are integers, so atomics give the same result in any order, and there are no partial sums.
 
 
 @triton.jit
@@ -364,10 +378,10 @@ def _rank_kernel(
     scale,  # ()
     row_match,  # (N,)
     col_match,  # (M,)
-    row_target,  # (N,) int64, numbers of columns
-    col_target,  # (M,) int64, numbers of rows
-    row_index,  # (N,) int64
-    col_index,  # (M,) int64
+    row_target,  # (N,) int64, the column of each row's target
+    col_target,  # (M,) int64, the row of each column's target
+    row_index,  # (N,) int64, the number of each row
+    col_index,  # (M,) int64, the number of each column
     row_noise,  # (N,)
     col_noise,  # (M,)
     row_rank,  # (N,) int64
@@ -402,16 +416,16 @@ def _rank_kernel(
 
 
 def rank_counts(block: Block, targets: RankTargets | None = None) -> tuple[Tensor, Tensor]:  # (N,), (M,) int64
-    """How many entries of row i, and of column i, come before s_ii, or before the entries in `targets`.
+    """Counts how many entries of row i, and of column i, come before s_ii, or before the entries in `targets`.
 
-    Ties are decided as in `eager.rank_counts`.
+    Ties are decided in the same way as in `eager.rank_counts`.
     """
     if targets is None:
         targets = targets_on_the_diagonal(block, matching_products(block))
     row_rank, col_rank = (torch.zeros(size, dtype=torch.int64, device=block.x.device) for size in (block.N, block.M))
     tile = kernel_plan.gradient_tile(block.precision, block.x.device)
     _rank_kernel[(triton.cdiv(block.N, tile.rows), triton.cdiv(block.M, tile.columns))](
-        *similarity_operands(block).descriptors(tile),
+        *logit_operands(block).descriptors(tile),
         block.scale,
         *(part.contiguous() for part in targets),
         *rank_noise(block),

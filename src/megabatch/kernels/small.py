@@ -1,4 +1,4 @@
-"""Kernels of small batches, whose logits are all in memory: the sums, the loss and the weights."""
+"""Kernels of small batches, whose logits are all in memory. They compute sums, losses and gradient weights."""
 
 import triton
 import triton.language as tl
@@ -6,33 +6,38 @@ import triton.language as tl
 from megabatch.kernels.device import cross_entropy, equal_ids, finite_or_zero, logarithm, round_to_tf32, softplus_and_sigmoid
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Device functions that the kernels below share, and what they keep where.
+# Device functions that the kernels below share, and the layout of their memory.
 #
-# The kind of a loss says which pairs count:
-#     MATCHES  row i belongs to column i, and column i to row i; pairs of equal ids are left out of the sums
-#     ROWS     the same, but only the rows: one launch computes sums and weights
-#     VIEWS    rows against themselves, all but a row itself; row i belongs to row i ± N/2
-#     LABELS   rows against themselves; rows of equal labels are positives. A row's only positive is kept apart, like a match
-#     SIGMOID  every pair counts for itself; pair (i, i) is a match, and pairs of equal ids are left out or are matches too
-# A match is kept apart: its weight reaches the gradients unrounded, in the last step.
+# The kind of a loss decides which pairs count:
+#     MATCHES  Row i and column i match each other. Pairs with equal ids are excluded from the sums.
+#     ROWS     Like MATCHES, but only for the rows. One launch computes sums and weights.
+#     VIEWS    Rows are compared with all other rows. Row i and row i ± N/2 match each other.
+#     LABELS   Rows are compared with all other rows. Rows with equal labels are positives. If a row has only one positive,
+#              that positive is treated as a match.
+#     SIGMOID  Every pair has its own loss. Pair (i, i) is a match. Pairs with equal ids are excluded, or count as positives.
+# Matches are excluded from the sums and from the weights that the matmuls read. The last step adds their weights to the
+# gradients, so these weights are not rounded to the dtype of the matmuls.
 #
 # All numbers of a step are in two tensors, because an allocation takes the host 5 µs:
 #     work  float32: statistics of rows and of columns, (6, N) each, then partial sums of rows, (2 or 7, tiles of columns, N),
-#           and of columns, (2, tiles of rows, N)
-#     sums  float64: d scale, d bias, then sums of the programs that combine, (3, programs), and of the tiles, (3, tiles)
+#           then partial sums of columns, (2, tiles of rows, N)
+#     sums  float64: dscale, dbias, then sums of the programs of `combine_kernel` or `rows_kernel`, (3, programs), then sums of
+#           the tiles, (3, tiles)
 
 MATCHES, ROWS, VIEWS, LABELS, SIGMOID = (tl.constexpr(number) for number in range(5))
 
-# Planes of the statistics of rows, and of the same planes for columns: Σ exp is exp(shift) · total, and a weight of the softmax
-# is multiplied by `per_unit`. A positive is pulled by `pull`, which is negative for a row with a sole positive.
+# Planes of the statistics of rows. Columns have the same planes. A sum Σ exp(t) is exp(SHIFT) · TOTAL, and the weight of a pair
+# is exp(t − SHIFT) · PER_UNIT. Only LABELS uses the last two planes. If a row has several positives, PULL is subtracted from
+# their weights. If a row has only one positive, PULL is −1, and SOLE_POSITIVE is the column of that positive.
 SHIFT, TOTAL, PER_UNIT, MATCH_WEIGHT, PULL, SOLE_POSITIVE = (tl.constexpr(number) for number in range(6))
 PLANES = tl.constexpr(6)
-# Planes of the partial sums of rows. Columns have the first two. The others are of LABELS, for the positives of a row: their
-# sum of exp, the sum of t − shift, their number, and the largest of their columns.
+# Planes of the partial sums of rows. Columns have only the first two planes. Only LABELS has the other planes, for the
+# positives of a row: Σ exp(t) in two planes, Σ (t − POSITIVE_SHIFT), the number of positives, and the largest of their columns.
 PART_SHIFT, PART_TOTAL, POSITIVE_SHIFT, POSITIVE_TOTAL, POSITIVE_BELOW, POSITIVES, POSITIVE_COLUMN = (
     tl.constexpr(number) for number in range(7)
 )
-# Planes of the sums of programs, and of tiles. The third is the number of rows with a positive, or d bias.
+# Planes of the sums of programs, and of tiles. The third plane is the number of rows with a positive in LABELS, and dbias in
+# SIGMOID.
 LOSS, DSCALE, THIRD = (tl.constexpr(number) for number in range(3))
 SUMS = tl.constexpr(3)
 FIRST_SUM = tl.constexpr(2)
@@ -40,13 +45,16 @@ FIRST_SUM = tl.constexpr(2)
 
 @triton.jit
 def partner_of(offs_n, N):
-    """The other view of the same thing."""
+    """Returns the row of the other view of the same sample."""
     return tl.where(offs_n < N // 2, offs_n + N // 2, offs_n - N // 2)
 
 
 @triton.jit
 def relations(ids, offs_n, offs_m, N, IS_VIEWS: tl.constexpr):
-    """(inside, on the diagonal, other pairs of equal ids) of a tile; two views of one thing have equal ids."""
+    """Returns three masks of a tile: pairs inside the matrix, pairs on the diagonal, and other pairs with equal ids.
+
+    Both views of a sample have equal ids.
+    """
     inside = (offs_n < N)[:, None] & (offs_m < N)[None, :]
     own = offs_n[:, None] == offs_m[None, :]
     if ids is not None:
@@ -60,7 +68,7 @@ def relations(ids, offs_n, offs_m, N, IS_VIEWS: tl.constexpr):
 
 @triton.jit
 def load_tile(products, ids, offs_n, offs_m, N, IS_VIEWS: tl.constexpr):
-    """(products, inside, on the diagonal, other pairs of equal ids)."""
+    """Returns the dot products of a tile, and the three masks of `relations`."""
     inside, own, same = relations(ids, offs_n, offs_m, N, IS_VIEWS)
     return tl.load(products + offs_n[:, None] * N + offs_m[None, :], inside, 0.0), inside, own, same
 
@@ -70,7 +78,10 @@ def form_tile(
     x, y, products, ids, offs_n, offs_m, N, D, x_row_stride, x_stride, y_row_stride, y_stride,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Like `load_tile`. If x and y are given, forms the products, and stores them unless `products` is None."""
+    """Returns the same values as `load_tile`. If x is not None, computes the dot products instead of loading them.
+
+    Computed dot products are stored if `products` is not None.
+    """
     inside, own, same = relations(ids, offs_n, offs_m, N, False)
     if x is None:
         s = tl.load(products + offs_n[:, None] * N + offs_m[None, :], inside, 0.0)
@@ -92,7 +103,7 @@ def form_tile(
 def store_statistics(
     program, programs, offs_n, mask, shift, total, per_unit, weight, loss, product, stats, sums, N
 ):  # fmt: skip
-    """Stores what a program knows of its rows, and the sums of their losses and of the matches' part of d scale."""
+    """Stores the statistics of a program's rows, the sum of their losses, and the part of dscale from their matches."""
     tl.store(stats + SHIFT * N + offs_n, finite_or_zero(shift), mask)
     tl.store(stats + TOTAL * N + offs_n, total.to(tl.float32), mask)
     tl.store(stats + PER_UNIT * N + offs_n, per_unit.to(tl.float32), mask)
@@ -103,20 +114,20 @@ def store_statistics(
 
 @triton.jit
 def softmax_of(t, shift, total, per_unit, axis: tl.constexpr):
-    """weight · softmax(t) along rows (axis 1) or columns (axis 0); each term is capped by its sum."""
+    """Returns weight · softmax(t) along rows (axis 1) or columns (axis 0). Each exponential is at most its sum."""
     e = tl.minimum(tl.exp(t - tl.expand_dims(shift, axis)), tl.expand_dims(total, axis))
     return e * tl.expand_dims(per_unit, axis)
 
 
 @triton.jit
 def sum_all(tile):
-    """Rows in float32, and their sums in float64: the terms of d scale nearly cancel."""
+    """Returns the sum of a tile. Row sums are float32, and they are added in float64, because terms of dscale nearly cancel."""
     return tl.sum(tl.sum(tile, 1).to(tl.float64), 0)
 
 
 @triton.jit
 def store_weights(weights, g, offs_n, offs_m, inside, N, unit, TF32: tl.constexpr):
-    """Stores g · unit in the type of `weights`."""
+    """Stores g · unit in the dtype of `weights`."""
     g = g * unit
     if TF32:
         g = round_to_tf32(g)
@@ -124,19 +135,19 @@ def store_weights(weights, g, offs_n, offs_m, inside, N, unit, TF32: tl.constexp
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kernels for a loss whose similarities are all in memory: statistics of rows and columns, then weights.
+# Kernels for a loss whose logits are all in memory. They compute statistics of rows and columns, and then the gradient weights.
 #
-# `kernels.small_gradients` has the last step of the gradients, and launches all of these kernels.
+# `kernels.small_gradients` contains the last step of the gradients, and launches all of these kernels.
 #
-# A cuBLAS matmul, or the first kernel, forms the products ⟨x_i, y_j⟩ in float32, and s_ij = scale·⟨x_i, y_j⟩ is rounded
-# once, the same way in every kernel (no fused multiply-add). Sums are exp(shift) · total, as in `tiles.sums`; what is one
-# number per row is computed in float64. No atomics: programs store partial sums, and the next launch adds them in a fixed
-# order.
+# A cuBLAS matmul, or the first kernel, computes the dot products ⟨x_i, y_j⟩ in float32. Every kernel rounds the logits
+# s_ij = scale·⟨x_i, y_j⟩ once and in the same way, because it uses no fused multiply-adds. Sums are exp(shift) · total, as in
+# `tiles.sums`. Computations with one number for each row are in float64. There are no atomics: programs store partial sums, and
+# the next launch adds them in a fixed order.
 
 
 @triton.jit
 def _store_sum(to, plane, t, axis: tl.constexpr, mask):
-    """Stores Σ exp(t) along an axis as (largest t, total). Returns the largest t, and 0 for an empty sum."""
+    """Stores Σ exp(t) along an axis as (largest t, total). Returns the largest t, or 0 for an empty sum."""
     peak = tl.max(t, axis)
     tl.store(to, peak, mask)
     base = finite_or_zero(peak)
@@ -146,9 +157,9 @@ def _store_sum(to, plane, t, axis: tl.constexpr, mask):
 
 @triton.jit
 def partial_sums_kernel(
-    x,  # (N, D); None if the products are given
+    x,  # (N, D); None if the dot products are given
     y,  # (N, D) or None
-    products,  # (N, N)
+    products,  # (N, N) dot products
     scale,  # ()
     ids,  # (N,) or None
     work,
@@ -163,7 +174,7 @@ def partial_sums_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Sums over the rows and columns of a tile, but for matches."""
+    """Stores sums over the rows and columns of a tile. Matches are excluded."""
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     s, inside, own, same = form_tile(
@@ -177,7 +188,7 @@ def partial_sums_kernel(
     _store_sum(to, plane, negatives, 1, mask_n)
     if KIND == LABELS:
         base = _store_sum(to + POSITIVE_SHIFT * plane, plane, tl.where(same, t, -float("inf")), 1, mask_n)
-        below = tl.sum(tl.where(same, t - base[:, None], 0.0), 1)  # a sum of t would lose digits
+        below = tl.sum(tl.where(same, t - base[:, None], 0.0), 1)  # a sum of t itself would lose digits
         tl.store(to + POSITIVE_BELOW * plane, below, mask_n)
         tl.store(to + POSITIVES * plane, tl.sum(same.to(tl.float32), 1), mask_n)
         tl.store(to + POSITIVE_COLUMN * plane, tl.max(tl.where(same, offs_m[None, :], 0), 1).to(tl.float32), mask_n)
@@ -189,7 +200,7 @@ def partial_sums_kernel(
 
 @triton.jit
 def _load_parts(parts, number: tl.constexpr, count, offs_n, N, other, PARTS: tl.constexpr):
-    """Plane `number` of the partial sums of some rows, (PARTS, rows)."""
+    """Returns plane `number` of the partial sums of some rows, (PARTS, rows)."""
     offs_p = tl.arange(0, PARTS)
     mask = (offs_p < count)[:, None] & (offs_n < N)[None, :]
     return tl.load(parts + (count * number + offs_p)[:, None] * N + offs_n[None, :], mask, other)
@@ -197,7 +208,7 @@ def _load_parts(parts, number: tl.constexpr, count, offs_n, N, other, PARTS: tl.
 
 @triton.jit
 def _add_parts(parts, number: tl.constexpr, count, offs_n, N, PARTS: tl.constexpr):
-    """(shift, total in float64) of planes `number` and `number + 1`; the shift of an empty sum is −inf."""
+    """Returns the shift and the float64 total of the sum in planes `number` and `number + 1`. An empty sum has shift −inf."""
     peaks = _load_parts(parts, number, count, offs_n, N, -float("inf"), PARTS)
     totals = _load_parts(parts, number + 1, count, offs_n, N, 0.0, PARTS)
     peak = tl.max(peaks, 0)
@@ -209,7 +220,7 @@ def _combine(
     program, tile, products, scale, parts, count, stats, sums, programs, N,
     KIND: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of the rows (or columns) of one program, and the sums over them."""
+    """Stores the statistics of the rows (or columns) of one program, and sums over these rows."""
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = offs_n < N
     factor = tl.load(scale).to(tl.float32)
@@ -259,7 +270,7 @@ def combine_kernel(
     COL_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Adds the partial sums of rows, and of columns."""
+    """Adds the partial sums of rows and of columns, and stores their statistics."""
     program, programs, tiles = tl.program_id(0), tl.num_programs(0), tl.cdiv(N, BLOCK_N)
     parts = work + 2 * PLANES * N
     sums += FIRST_SUM
@@ -274,7 +285,7 @@ def combine_kernel(
 
 @triton.jit
 def _softmax(t, stats, offs, N, axis: tl.constexpr):
-    """`softmax_of` with statistics from memory."""
+    """Returns `softmax_of` with statistics that are loaded from memory."""
     mask = offs < N
     shift, total = tl.load(stats + SHIFT * N + offs, mask, 0.0), tl.load(stats + TOTAL * N + offs, mask, 0.0)
     return softmax_of(t, shift, total, tl.load(stats + PER_UNIT * N + offs, mask, 0.0), axis)
@@ -282,7 +293,7 @@ def _softmax(t, stats, offs, N, axis: tl.constexpr):
 
 @triton.jit
 def _label_weights(t, inside, own, same, stats, offs, N, axis: tl.constexpr):
-    """d loss / d t of the rows (axis 1), or of the same rows as columns (axis 0). A sole positive is left out."""
+    """Returns d loss / d t, for the losses of a tile's rows (axis 1) or columns (axis 0). A sole positive is excluded."""
     pull = tl.expand_dims(tl.load(stats + PULL * N + offs, offs < N, 0.0), axis)
     left_out = ~inside | own | (same & (pull < 0.0))
     g = _softmax(tl.where(left_out, -float("inf"), t), stats, offs, N, axis)
@@ -292,20 +303,20 @@ def _label_weights(t, inside, own, same, stats, offs, N, axis: tl.constexpr):
 @triton.jit
 def softmax_weights_kernel(
     products,  # (N, N)
-    weights,  # (N, N), which may be `products` itself, or None
+    weights,  # (N, N) receives the gradient weights and may be `products` itself, or None
     scale,  # ()
     ids,  # (N,) or None
     work,
     sums,
     N,
-    first_sum,  # of the tiles
+    first_sum,  # the position of the sums of the tiles in `sums`
     unit,
     KIND: tl.constexpr,
     TF32: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """The weights of a tile: d loss / d t."""
+    """Stores the gradient weights d loss / d t of a tile."""
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     s, inside, own, same = load_tile(products, ids, offs_n, offs_m, N, KIND == VIEWS)
@@ -332,7 +343,7 @@ def softmax_weights_kernel(
 
 @triton.jit
 def _negatives(products, scale, ids, offs_n, offs_m, N, IS_VIEWS: tl.constexpr):
-    """(products, similarities of the negatives, inside)."""
+    """Returns the dot products, the logits of the negatives, and the mask of pairs inside the matrix."""
     s, inside, own, same = load_tile(products, ids, offs_n, offs_m, N, IS_VIEWS)
     return s, tl.where(inside & ~own & ~same, s * scale, -float("inf")), inside
 
@@ -340,7 +351,7 @@ def _negatives(products, scale, ids, offs_n, offs_m, N, IS_VIEWS: tl.constexpr):
 @triton.jit
 def rows_kernel(
     products,  # (N, N)
-    weights,  # (N, N), which may be `products` itself, or None
+    weights,  # (N, N) receives the gradient weights and may be `products` itself, or None
     scale,  # ()
     ids,  # (N,) or None
     work,
@@ -353,7 +364,7 @@ def rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Statistics of whole rows, then the weights of ROWS: the second time, a row's products come from the cache."""
+    """Stores the statistics of full rows, and then the gradient weights of ROWS. The second read of a row is from the cache."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     offs_n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n, factor = offs_n < N, tl.load(scale).to(tl.float32)
@@ -380,19 +391,19 @@ def rows_kernel(
             of_scale += tl.sum(tl.where(g == 0.0, 0.0, g * s), 1)
             if weights is not None:
                 store_weights(weights, g, offs_n, offs_m, inside, N, unit, TF32)
-        tl.store(sums + (SUMS + DSCALE) * programs + program, tl.sum(of_scale, 0))  # a program is the tile of its rows
+        tl.store(sums + (SUMS + DSCALE) * programs + program, tl.sum(of_scale, 0))  # each program has one tile
 
 
 @triton.jit
 def sigmoid_kernel(
-    x,  # (N, D); None if the products are given
+    x,  # (N, D); None if the dot products are given
     y,  # (N, D) or None
-    products,  # (N, N), or None if x and y are given: no other kernel needs them
-    weights,  # (N, N), which may be `products` itself, or None
+    products,  # (N, N) dot products; None if x and y are given, because no other kernel needs them
+    weights,  # (N, N) receives the gradient weights and may be `products` itself, or None
     scale,  # ()
     bias,  # ()
     ids,  # (N,) or None
-    work,  # the weight of the match alone
+    work,  # receives only the weights of the matches
     sums,
     N,
     D,
@@ -407,7 +418,7 @@ def sigmoid_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Losses and weights of the pairs of a tile."""
+    """Stores the sum of the losses of a tile, and its gradient weights."""
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     s, inside, own, same = form_tile(
@@ -430,7 +441,8 @@ def sigmoid_kernel(
     tl.store(sums + DSCALE * programs + program, sum_all(tl.where(g == 0.0, 0.0, g * s)))
     tl.store(sums + THIRD * programs + program, sum_all(g))
     first_n, first_m = tl.program_id(1) * BLOCK_N, tl.program_id(0) * BLOCK_M
-    if (first_n >= first_m) & (first_n < first_m + BLOCK_M):  # BLOCK_N divides BLOCK_M: this tile has all matches of its rows
+    # BLOCK_N divides BLOCK_M, so one tile contains all matches of its rows.
+    if (first_n >= first_m) & (first_n < first_m + BLOCK_M):
         tl.store(work + MATCH_WEIGHT * N + offs_n, -tl.sum(tl.where(own, g, 0.0), 1), offs_n < N)
     if weights is not None:
         store_weights(weights, tl.where(own, 0.0, g), offs_n, offs_m, inside, N, unit, TF32)

@@ -37,13 +37,14 @@ from megabatch.tiles import plan
 from megabatch.tiles.block import FLOAT16, HALF_DTYPE, TF32, matmul
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The last step of the gradients of a loss whose similarities are all in memory, and their product with the loss's gradient.
+# The last step of the gradients of a loss whose logits are all in memory.
 #
-# `kernels.small` has the kernels before it and describes `work` and `sums`. The last step follows
-# two cuBLAS matmuls of the weights with the embeddings, or forms these itself, in batches so small that the host takes
-# longer to launch a product than the device to compute it (`plan.KERNEL_MATMUL_ROWS`).
+# `kernels.small` contains the kernels of the previous steps, and describes `work` and `sums`. Two cuBLAS matmuls of the
+# gradient weights with the embeddings come before the last step. If a batch is so small that the host takes longer to launch a
+# matmul than the GPU takes to compute it (`tiles.plan.KERNEL_MATMUL_ROWS`), the kernel of the last step computes both matmuls.
 
-_ADDED = kernel_plan.KernelTile(rows=16, columns=1, width=256, warps=4, stages=1)  # of a gradient to which matches are added
+# The tile of a gradient to which the kernel only adds the matches.
+_MATCHES_TILE = kernel_plan.KernelTile(rows=16, columns=1, dims=256, warps=4, stages=1)
 _BLOCK = 2048  # partial sums that are added at once
 
 
@@ -52,9 +53,9 @@ def _finish_tile(
     tile, tile_d, gradient, weights, partners, row_stride, stride, stats, factor, unit, N, D,
     TRANSPOSED: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """gradient = (weights · partners − unit · weight of the match · its partner) · factor, for a tile of the gradient.
+    """Computes gradient = (weights · partners − unit · match weight · matching row) · factor, for a tile of the gradient.
 
-    Without weights, the gradient is the product already.
+    If `weights` is None, `gradient` already contains weights · partners.
     """
     offs_n, offs_d = tile * BLOCK_N + tl.arange(0, BLOCK_N), tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_n, mask_d = offs_n < N, offs_d < D
@@ -93,11 +94,11 @@ def _finish_tile(
 def _finish_kernel(
     x,  # (N, D)
     y,  # (N, D)
-    weights,  # (N, N); None if dx and dy are products already
-    dx,  # (N, D) float32: weights · y, or uninitialised if the kernel multiplies; None if not needed
-    dy,  # (N, D) float32: weightsᵀ · x, or the same
+    weights,  # (N, N); None if dx and dy already contain the matmuls
+    dx,  # (N, D) float32: weights · y, or uninitialized if the kernel computes the matmul; None if not needed
+    dy,  # (N, D) float32: weightsᵀ · x, or uninitialized if the kernel computes the matmul; None if not needed
     work,
-    sums,  # d scale and d bias are written
+    sums,  # receives dscale and dbias
     scale,  # ()
     loss,  # ()
     N,
@@ -108,7 +109,7 @@ def _finish_kernel(
     y_stride,
     row_programs,
     tiles,
-    divisor,  # of the loss, or 0 for the number of rows with a positive
+    divisor,  # the divisor of the loss; 0 stands for the number of rows with a positive
     unit,
     KIND: tl.constexpr,
     LEARNS: tl.constexpr,
@@ -152,36 +153,40 @@ def _finish_kernel(
 
 
 def finish(kind: int, sides: tuple[bool, bool], numbers: tuple[float, ...], *, learns: bool, multiplies: bool) -> Launcher:
-    """Adds the matches to the gradients and multiplies them by scale and share; adds up loss, d scale and d bias.
+    """Returns the launcher of the last step.
+
+    It adds the matches to the gradients, and multiplies the gradients by the scale and by 1 / divisor. It also sums the loss,
+    dscale and dbias.
 
     Args:
-        kind: of the loss.
-        sides: whether there are gradients of x and of y.
+        kind: the kind of the loss.
+        sides: whether there is a gradient of x, and of y.
         numbers: N, D and the other numbers that the kernel takes.
-        learns: whether d scale and d bias are needed.
-        multiplies: whether the kernel gets the weights, in half precision, and multiplies them with x and y.
+        learns: whether dscale or dbias may be needed.
+        multiplies: whether the kernel gets the gradient weights in half precision and computes the matmuls with x and y.
     """
     N, D = (int(number) for number in numbers[:2])
-    tile = kernel_plan.SMALL_PRODUCT if multiplies else _ADDED
-    grid = (-(-D // tile.width), -(-N // tile.rows) * sum(sides)) if any(sides) else (1, 1)
-    blocks = {"BLOCK_N": tile.rows, "BLOCK_M": tile.columns, "BLOCK_D": tile.width, "BLOCK": _BLOCK}
+    tile = kernel_plan.SMALL_MATMUL if multiplies else _MATCHES_TILE
+    grid = (-(-D // tile.dims), -(-N // tile.rows) * sum(sides)) if any(sides) else (1, 1)
+    blocks = {"BLOCK_N": tile.rows, "BLOCK_M": tile.columns, "BLOCK_D": tile.dims, "BLOCK": _BLOCK}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return Launcher(_finish_kernel, grid, numbers, KIND=kind, LEARNS=learns, **blocks, **options)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The launches of a loss whose similarities are all in memory: grids, tiles and room, found once for each form of a call.
+# The launches of a loss whose logits are all in memory. Grids, tiles and sizes of buffers are computed once for each form of
+# call.
 
 
 class _LaunchTile(NamedTuple):
-    """The similarities of one program. Unlike `kernels.plan.KernelTile` it has no width: few of these kernels form products."""
+    """The logits that one program processes. Only few of these kernels compute matmuls, so there are no dims of a step."""
 
     rows: int
     columns: int
     warps: int
 
     def grid(self, N: int) -> tuple[int, int]:
-        """Tiles of columns, tiles of rows."""
+        """Returns the number of tiles of columns and of rows."""
         return plan.tiles(N, self.columns), plan.tiles(N, self.rows)
 
     @property
@@ -190,79 +195,82 @@ class _LaunchTile(NamedTuple):
         return {"BLOCK_N": self.rows, "BLOCK_M": self.columns, "num_warps": self.warps, **_EXACT}
 
 
-_EXACT = {"enable_fp_fusion": False}  # similarities are rounded before a shift is subtracted
-_PRODUCT_WIDTH = 64  # of the embeddings, in each step of a product
+_EXACT = {"enable_fp_fusion": False}  # a fused multiply-add would not round a logit before a shift is subtracted
+_MATMUL_DIMS = 64  # dims of the embeddings in each step of the matmul of the logits
 
-# Where the kernel forms the products. H200, bf16, D = 512, µs at 1,024 and 4,096 rows. Sums: these 22 and 75; with eight warps
-# 33 and 78, 128×128 22 and 67, but with every register. Sigmoids: these 23 and 106; with four warps 30 and 137, 64×64 24 and
-# 113.
-_FORMED_SUMS = _LaunchTile(rows=64, columns=128, warps=4)
-_FORMED_LABEL_SUMS = _LaunchTile(rows=64, columns=128, warps=8)
-_FORMED_SIGMOIDS = _LaunchTile(rows=64, columns=128, warps=8)
-# Where the products are given. H200, µs at 8,192 rows, whose products take 64 µs to read. Sums: these 85; 32×64 81, but twice
-# as many sums of columns; 64×128 107 with four warps and 204 with eight. Weights: these 111; 32×64 111, 64×128 with eight warps
-# 137. Sigmoids: these 236; 32×64 245, 32×128 490, 64×128 with eight warps 523.
+# Tiles of the kernels that compute the matmul of the logits. H200, bf16, D = 512, µs at 1,024 / 4,096 rows. Sums: 64×128 with
+# four warps 22 / 75, with eight warps 33 / 78, and 128×128 22 / 67, but that tile needs all registers. Sigmoids: 64×128 with
+# eight warps 23 / 106, with four warps 30 / 137, and 64×64 24 / 113.
+_MATMUL_SUMS = _LaunchTile(rows=64, columns=128, warps=4)
+_MATMUL_LABEL_SUMS = _LaunchTile(rows=64, columns=128, warps=8)
+_MATMUL_SIGMOIDS = _LaunchTile(rows=64, columns=128, warps=8)
+# Tiles of the kernels that read the dot products. H200, µs at 8,192 rows, where it takes 64 µs to read the dot products. Sums:
+# 64×64 85, 32×64 81, but with twice as many partial sums of columns, and 64×128 107 with four warps and 204 with eight.
+# Weights: 32×128 111, 32×64 111, and 64×128 with eight warps 137. Sigmoids: 16×128 236, 32×64 245, 32×128 490, and 64×128 with
+# eight warps 523.
 _SUMS = _LaunchTile(rows=64, columns=64, warps=2)
 _LABEL_SUMS = _LaunchTile(rows=32, columns=64, warps=2)
 _WEIGHTS = _LaunchTile(rows=32, columns=128, warps=4)
 _SIGMOIDS = _LaunchTile(rows=16, columns=128, warps=4)
-# Whole rows, of which at most so many columns are loaded at once: this one 148, 2×2048 with eight warps 162, 4×1024 202.
-_WHOLE = _LaunchTile(rows=1, columns=2048, warps=4)
-_ROWS = 32  # rows that a program combines
+# The tile of the kernel that loops over full rows, with the largest number of columns in each step: 1×2048 148, 2×2048 with
+# eight warps 162, 4×1024 202.
+_FULL_ROWS = _LaunchTile(rows=1, columns=2048, warps=4)
+_COMBINED_ROWS = 32  # rows whose partial sums one program of `combine_kernel` adds
 
 
 class Form(NamedTuple):
-    """What decides how the kernels of a loss are compiled and launched."""
+    """The properties of a call that decide how its kernels are compiled and launched."""
 
-    kind: int
-    divisor: int  # of the loss; 0 for the number of rows with a positive
-    ids_are_positives: bool  # of SIGMOID
+    kind: int  # the kind of the loss
+    divisor: int  # the divisor of the loss; 0 stands for the number of rows with a positive
+    ids_are_positives: bool  # only for SIGMOID
     precision: str
-    needs: tuple[bool, ...]  # whether there are gradients of x, y, scale and bias
+    needs: tuple[bool, ...]  # whether gradients of x, y, scale and bias are needed
     shape: tuple[int, ...]  # N, D
     row_strides: tuple[int, ...]
     col_strides: tuple[int, ...]
     device: torch.device
-    kinds: tuple[Any, ...]  # of rows, columns, scale, bias and ids
+    kinds: tuple[Any, ...]  # `kernels.launch.kinds` of rows, columns, scale, bias and ids
 
 
 class Launches:
-    """The launches of one form."""
+    """The launches of the calls with one form."""
 
     def __init__(self, form: Form) -> None:
         (N, D), kind, self.shape, self.device = form.shape, form.kind, form.shape, form.device
-        self.learns = any(form.needs)  # weights or d scale
+        self.learns = any(form.needs)  # whether any gradient is needed
         of_x, of_y = form.needs[:2]
         self.sides = (of_x or of_y, False) if kind in (VIEWS.value, LABELS.value) else (of_x, of_y)
         self.half = HALF_DTYPE.get(form.precision)
         unit, tf32 = 2.0**14 if form.precision == FLOAT16 else 1.0, form.precision == TF32  # weights are stored times `unit`
         self.multiplies = self.half is not None and plan.kernels_compute_matmuls(N, D)
-        self.forms_products = self.multiplies and kind not in (ROWS.value, VIEWS.value)  # whose kernel reads rows twice
+        # The kernel of ROWS and VIEWS reads every row twice, so it cannot compute the matmul of the logits.
+        self.forms_products = self.multiplies and kind not in (ROWS.value, VIEWS.value)
         self.is_sigmoid = kind == SIGMOID.value
-        layout, product_width = (N, D, *form.row_strides, *form.col_strides), {"BLOCK_D": _PRODUCT_WIDTH}
+        layout, matmul_dims = (N, D, *form.row_strides, *form.col_strides), {"BLOCK_D": _MATMUL_DIMS}
         self.work, programs, tiles = PLANES.value * N, 0, math.prod(_WEIGHTS.grid(N))
         if kind == SIGMOID.value:
-            tile = _FORMED_SIGMOIDS if self.forms_products else _SIGMOIDS
+            tile = _MATMUL_SIGMOIDS if self.forms_products else _SIGMOIDS
             tiles = math.prod(tile.grid(N))
-            constants = {"IDS_ARE_POSITIVES": form.ids_are_positives, "TF32": tf32, **product_width}
+            constants = {"IDS_ARE_POSITIVES": form.ids_are_positives, "TF32": tf32, **matmul_dims}
             self.sigmoid_weights = Launcher(sigmoid_kernel, tile.grid(N), (*layout, unit), **constants, **tile.options)
         elif kind in (ROWS.value, VIEWS.value):
-            tile = _WHOLE._replace(columns=min(_WHOLE.columns, triton.next_power_of_2(N)))
+            tile = _FULL_ROWS._replace(columns=min(_FULL_ROWS.columns, triton.next_power_of_2(N)))
             programs = plan.tiles(N, tile.rows)
             tiles = programs if kind == ROWS.value else tiles
             with_weights = kind == ROWS.value and self.learns
             constants = {"IS_VIEWS": kind == VIEWS.value, "WITH_WEIGHTS": with_weights, "TF32": tf32}
             self.rows = Launcher(rows_kernel, (programs,), (N, unit), **constants, **tile.options)
         else:
-            tile = _tile_of_sums(kind, formed=self.forms_products)
+            tile = _tile_of_sums(kind, computes_matmul=self.forms_products)
             row_parts, col_parts = tile.grid(N)
             row_planes, col_planes, sides = (7, 0, 1) if kind == LABELS.value else (2, 2, 2)
-            programs = plan.tiles(N, _ROWS) * sides
+            programs = plan.tiles(N, _COMBINED_ROWS) * sides
             self.work = N * (2 * PLANES.value + row_planes * row_parts + col_planes * col_parts)
             parts = {"ROW_PARTS": triton.next_power_of_2(row_parts), "COL_PARTS": triton.next_power_of_2(col_parts)}
-            self.partial_sums = Launcher(partial_sums_kernel, tile.grid(N), layout, KIND=kind, **product_width, **tile.options)
+            self.partial_sums = Launcher(partial_sums_kernel, tile.grid(N), layout, KIND=kind, **matmul_dims, **tile.options)
             self.combine = Launcher(
-                combine_kernel, (programs,), (N, row_parts, col_parts), KIND=kind, BLOCK_N=_ROWS, **parts, **_EXACT
+                combine_kernel, (programs,), (N, row_parts, col_parts), KIND=kind, BLOCK_N=_COMBINED_ROWS, **parts, **_EXACT
             )
         if kind not in (SIGMOID.value, ROWS.value):
             first = N, FIRST_SUM.value + SUMS.value * programs, unit
@@ -273,19 +281,30 @@ class Launches:
         self.finish = finish(kind, self.sides, last, learns=self.learns, multiplies=self.multiplies)
 
     def operands(self, rows: Tensor, columns: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """What the first kernel gets: the products alone, or rows, columns and room for the products if others need them."""
+        """Returns the first three arguments of the first kernel.
+
+        They are (None, None, the dot products), or rows, columns and an uninitialized matrix for the dot products. The matrix
+        is None if no other kernel needs the dot products.
+        """
         if not self.forms_products:
             return None, None, matmul(rows, columns.T)
         return rows, columns, None if self.is_sigmoid else self._matrix(torch.float32)
 
     def weights(self, products: Tensor | None) -> Tensor | None:  # (N, N)
-        """Uninitialised, or the products themselves, which weights of the same type overwrite; None if no side is learned."""
+        """Returns the matrix for the gradient weights, or None if neither x nor y needs a gradient.
+
+        If weights and dot products have the same dtype, the weights overwrite the dot products. Otherwise the matrix is
+        uninitialized.
+        """
         if not any(self.sides):
             return None
         return products if self.half is None else self._matrix(self.half)
 
     def gradients(self, weights: Tensor | None, rows: Tensor, columns: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Of both sides, without the matches: products with the weights, uninitialised if the last kernel forms these."""
+        """Returns dx and dy without the matches, or None for a gradient that is not needed.
+
+        They are uninitialized if the last kernel computes the matmuls.
+        """
         of_rows, of_columns = self.sides
         if weights is None:
             return None, None
@@ -299,8 +318,8 @@ class Launches:
     def _gradient(self) -> Tensor:  # (N, D)
         return torch.empty(self.shape, dtype=torch.float32, device=self.device)
 
-    def room(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`work`, `sums` and the loss, uninitialised."""
+    def allocate(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns `work`, `sums` and the loss, uninitialized."""
         return (
             torch.empty(self.work, dtype=torch.float32, device=self.device),
             torch.empty(self.sums, dtype=torch.float64, device=self.device),
@@ -308,14 +327,18 @@ class Launches:
         )
 
 
-def _tile_of_sums(kind: int, *, formed: bool) -> _LaunchTile:
-    """Sums of labels are seven instead of four, and would not fit the registers with the other tiles; not timed alone."""
+def _tile_of_sums(kind: int, *, computes_matmul: bool) -> _LaunchTile:
+    """Returns the tile of `partial_sums_kernel`.
+
+    LABELS has seven sums instead of four, which would not fit in the registers with the tiles of the other kinds. Its tiles
+    were not measured separately.
+    """
     if kind == LABELS.value:
-        return _FORMED_LABEL_SUMS if formed else _LABEL_SUMS
-    return _FORMED_SUMS if formed else _SUMS
+        return _MATMUL_LABEL_SUMS if computes_matmul else _LABEL_SUMS
+    return _MATMUL_SUMS if computes_matmul else _SUMS
 
 
 @lru_cache(maxsize=256)
 def launches_of(form: Form) -> Launches:
-    """The same object for the same form."""
+    """Returns the launches of a form. Calls with the same form get the same object."""
     return Launches(form)

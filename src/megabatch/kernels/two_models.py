@@ -22,25 +22,26 @@ from megabatch.tiles.eager import (
 from megabatch.tiles.sums import LogSum, SoftSum
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Cross-entropy of a student's softmax under a teacher's: sums and gradients from a tile of each, in one pass over both.
+# The cross-entropy of a student's softmax under a teacher's softmax. Sums and gradients are computed in one pass over the tiles
+# of both models.
 #
-# The tile of a second product would not fit in a kernel's registers. So cuBLAS matmuls form both tiles in memory
-# (`tiles.eager`), and the kernels here read them: once for rows, once for columns, once for the gradient. The same work in
-# PyTorch operations reads and writes them some thirty times.
+# The tiles of both models would not fit in the registers of a kernel. So cuBLAS matmuls compute both tiles in memory
+# (`tiles.eager`), and the kernels here read them once for the rows, once for the columns, and once for the gradient. PyTorch
+# operations would read and write them about thirty times.
 
-# (BLOCK_N, BLOCK_M). A program for sums loops over its whole row or column: small blocks make many programs.
+# (BLOCK_N, BLOCK_M). A program for sums loops over all entries of its rows or columns, so small blocks give many programs.
 _ROW_BLOCKS, _COLUMN_BLOCKS, _GRADIENT_BLOCKS = (8, 512), (32, 64), (16, 256)
 
 
 @triton.jit
 def _soft_sums_kernel(
-    s,  # (rows, columns) the student's similarities, or their transpose
-    t,  # (rows, columns) the teacher's
-    student_shift,  # (rows,) updated, as are the next four
-    student,
-    teacher_shift,
-    teacher,
-    gap,
+    s,  # (rows, columns) logits of the student, or their transpose
+    t,  # (rows, columns) logits of the teacher, or their transpose
+    student_shift,  # (rows,) updated
+    student,  # (rows,) updated
+    teacher_shift,  # (rows,) updated
+    teacher,  # (rows,) updated
+    gap,  # (rows,) updated
     rows,
     columns,
     row_stride,
@@ -48,7 +49,7 @@ def _soft_sums_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """`SoftSum.add_tile_` for rows. For columns, rows and columns and their strides are exchanged."""
+    """Computes `SoftSum.add_tile_` for rows. For columns, the caller exchanges rows with columns, and their strides."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < rows
     s_peak, t_peak = tl.load(student_shift + offs_n, mask_n, 0.0), tl.load(teacher_shift + offs_n, mask_n, 0.0)
@@ -76,7 +77,7 @@ def _soft_sums_kernel(
 
 @triton.jit
 def _weighted_softmax(values, shift, total, per_unit, offs, mask, axis: tl.constexpr):
-    """`tiles.sums.weighted_softmax` of a tile, with the factors of its rows (axis 1) or columns (axis 0)."""
+    """Computes `tiles.sums.weighted_softmax` of a tile, with the factors of its rows (axis 1) or columns (axis 0)."""
     base = tl.expand_dims(tl.load(shift + offs, mask, 0.0), axis)
     cap = tl.expand_dims(tl.load(total + offs, mask, 0.0), axis)
     return tl.minimum(tl.exp(values - base), cap) * tl.expand_dims(tl.load(per_unit + offs, mask, 0.0), axis)
@@ -84,15 +85,15 @@ def _weighted_softmax(values, shift, total, per_unit, offs, mask, axis: tl.const
 
 @triton.jit
 def _soft_gradient_kernel(
-    s,  # (rows, columns) overwritten by the gradient: weighted softmax of the student minus the teacher's
+    s,  # (rows, columns) overwritten by the gradient: the weighted softmax of the student minus that of the teacher
     t,  # (rows, columns)
-    row_shift,  # (rows,) `LogSum.softmax_factors`
+    row_shift,  # (rows,) this and the next five are the factors of `LogSum.softmax_factors`
     row_total,
     row_per_unit,
     teacher_row_shift,
     teacher_row_total,
     teacher_row_per_unit,
-    col_shift,  # (columns,)
+    col_shift,  # (columns,) this and the next five are the factors of `LogSum.softmax_factors`
     col_total,
     col_per_unit,
     teacher_col_shift,
@@ -117,7 +118,7 @@ def _soft_gradient_kernel(
 
 
 def soft_statistics(block: Block) -> tuple[SoftSum, SoftSum]:  # (N,), (M,)
-    """Sums for the cross-entropies of rows and columns under the teacher's softmax, from one pass."""
+    """Returns the sums for the cross-entropies of rows and columns under the teacher's softmax, from one pass."""
     tiles = Tiles(block)
     row, col = (SoftSum.empty(size, dtype=block.dtype, device=block.x.device) for size in (block.N, block.M))
     for rows in tiles.rows:
@@ -131,14 +132,18 @@ def soft_statistics(block: Block) -> tuple[SoftSum, SoftSum]:  # (N,), (M,)
 
 def soft_gradients(
     block: Block,
-    row: SoftSum,  # (N,) sums over all columns, of which the block may hold a part
+    row: SoftSum,  # (N,) sums over all columns, which may be more than the columns of the block
     col: SoftSum,  # (M,)
     drow: Tensor,  # (N,)
     dcol: Tensor,  # (M,)
     sums: ColumnGradients,
     needs: Needs,
 ) -> Iterator[RowGradients]:
-    """Gradients of the cross-entropies: g_ij = drow_i·(softmax(s) − softmax(t))_ij + dcol_j·(the same over columns)_ij."""
+    """Yields the gradients of the cross-entropies.
+
+    g_ij = drow_i·(softmax(s) − softmax(t))_ij + dcol_j·(softmax(s) − softmax(t))_ij, with the first softmaxes over rows and the
+    second ones over columns.
+    """
     tiles = gradient_tiles(block)
     row_factors = [factor for log_sum in row[:2] for factor in log_sum.softmax_factors(drow)]
     col_factors = [factor for log_sum in col[:2] for factor in log_sum.softmax_factors(dcol)]
@@ -155,19 +160,20 @@ def soft_gradients(
 
 
 def _add_tile(sums: SoftSum, s: Tensor, t: Tensor, dim: int) -> None:
-    """`SoftSum.add_tile_`."""
-    kept = 1 - dim
+    """Computes `SoftSum.add_tile_`."""
+    other_dim = 1 - dim
     block_n, block_m = _ROW_BLOCKS if dim == 1 else _COLUMN_BLOCKS
-    shape, strides = (s.shape[kept], s.shape[dim]), (s.stride(kept), s.stride(dim))
+    shape, strides = (s.shape[other_dim], s.shape[dim]), (s.stride(other_dim), s.stride(dim))
     vectors = (*sums.student, *sums.teacher, sums.gap)
     _soft_sums_kernel[(triton.cdiv(shape[0], block_n),)](s, t, *vectors, *shape, *strides, BLOCK_N=block_n, BLOCK_M=block_m)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Row sums of exp(s) without the pairs that a guide model excludes, and their gradients: one pass over a tile of each model.
+# Row sums of exp(s) without the pairs that a guide model excludes, and their gradients, in one pass over the tiles of both
+# models.
 #
-# As in distillation, cuBLAS matmuls form both tiles in memory. A program owns BLOCK_N rows and loops over their
-# columns, so that row sums need no second pass. A gradient tile is written in the type in which it is multiplied.
+# As in distillation, cuBLAS matmuls compute both tiles in memory. A program owns BLOCK_N rows and loops over their columns, so
+# row sums need no second pass. A gradient tile is written in the dtype of the matmul that reads it.
 
 
 _BLOCK_N, _BLOCK_M = 4, 1024
@@ -187,10 +193,10 @@ def _guided_tile(
     offs_m,
     rows,
     columns,
-    diagonal,  # the column of the diagonal in row 0 of the tile
+    diagonal,  # the column of the diagonal in row 0 of the tile; it may lie outside of the tile
     SKIP_DIAGONAL: tl.constexpr,
 ):
-    """Products, similarities (−inf for excluded pairs), offsets and mask of a part of the tile."""
+    """Returns dot products, logits (−inf for excluded pairs), offsets and mask of a part of the tile."""
     mask_n, mask_m = offs_n < rows, offs_m < columns
     mask = mask_n[:, None] & mask_m[None, :]
     offs = offs_n.to(tl.int64)[:, None] * columns + offs_m[None, :]
@@ -211,8 +217,8 @@ def _guided_tile(
 @triton.jit(do_not_specialize=["diagonal"])
 def _guided_logsumexp_kernel(
     products,  # (rows, columns) ⟨x_i, y_j⟩
-    guide,  # (rows, columns) the guide's products
-    limit,  # (rows,) pairs whose guide product is larger are excluded
+    guide,  # (rows, columns) dot products of the guide
+    limit,  # (rows,) pairs with a larger dot product of the guide are excluded
     scale,  # ()
     row_bias,  # (rows,) or None
     col_bias,  # (columns,) or None
@@ -227,7 +233,7 @@ def _guided_logsumexp_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """`LogSum.add_exponentials_` for rows: online softmax."""
+    """Computes `LogSum.add_exponentials_` for rows, by online softmax."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < rows
     peak, sums = tl.load(shift + offs_n, mask_n, 0.0), tl.load(total + offs_n, mask_n, 0.0)
@@ -247,7 +253,7 @@ def _guided_logsumexp_kernel(
 
 @triton.jit(do_not_specialize=["diagonal"])
 def _guided_gradient_kernel(
-    products,  # as above, to `diagonal`
+    products,  # this and the next parameters, up to `diagonal`, are those of `_guided_logsumexp_kernel`
     guide,
     limit,
     scale,
@@ -258,17 +264,17 @@ def _guided_gradient_kernel(
     rows,
     columns,
     diagonal,
-    shift,  # (rows,) `LogSum.softmax_factors`, as are the next two
+    shift,  # (rows,) this and the next two are the factors of `LogSum.softmax_factors`
     total,
     per_unit,
-    out,  # (rows, columns) weights g; may be the memory of `products`
-    scale_sums,  # (rows,) or None: Σ_j g_ij·⟨x_i, y_j⟩ is added
-    row_sums,  # (rows,) or None: Σ_j g_ij is added
+    out,  # (rows, columns) receives the gradient weights; may be the memory of `products`
+    scale_sums,  # (rows,) accumulator of Σ_j g_ij·⟨x_i, y_j⟩, or None
+    row_sums,  # (rows,) accumulator of Σ_j g_ij, or None
     SKIP_DIAGONAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """g_ij = drow_i · softmax(s)_ij."""
+    """Stores g_ij = drow_i · softmax(s)_ij."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < rows
     base, factor = tl.load(shift + offs_n, mask_n, 0.0), tl.load(per_unit + offs_n, mask_n, 0.0)
@@ -293,7 +299,7 @@ def _guided_gradient_kernel(
 
 
 def row_statistics(block: Block) -> LogSum:  # (N,)
-    """Row sums of exp(s)."""
+    """Returns the row sums of exp(s)."""
     block = _pack(block)
     tiles = Tiles(block)
     row = LogSum.empty(block.N, dtype=block.dtype, device=block.x.device)
@@ -307,14 +313,14 @@ def row_statistics(block: Block) -> LogSum:  # (N,)
 
 def row_gradients(
     block: Block,
-    row: LogSum,  # (N,) sums over all columns, of which the block may hold a part
+    row: LogSum,  # (N,) sums over all columns, which may be more than the columns of the block
     drow: Tensor | None,  # (N,)
     sums: ColumnGradients,
     needs: Needs,
 ) -> Iterator[RowGradients]:
-    """Gradients of ⟨drow, log row⟩: g_ij = drow_i·exp(s_ij)/row_i."""
+    """Yields the gradients of ⟨drow, log row⟩: g_ij = drow_i·exp(s_ij)/row_i."""
     block = _pack(block)
-    # The kernel writes half precision directly, unless dcol_bias sums unrounded gradients.
+    # The kernel writes half precision directly, except if dcol_bias needs sums of unrounded gradients.
     half = rounds_gradients(block) and block.precision in HALF_DTYPE and sums.dcol_bias is None
     tiles = Tiles(block) if half else gradient_tiles(block)
     buffer = half_buffer(tiles) if half else tiles.logits_buffer
@@ -343,7 +349,7 @@ def row_gradients(
 
 
 def _pack(block: Block) -> Block:
-    """The block with contiguous vectors and ids of one type, as the kernels read them."""
+    """Returns the block with contiguous vectors and with ids of one dtype, which the kernels need."""
     vectors = {name: getattr(block, name) for name in ("limit", "row_bias", "col_bias")}
     vectors = {name: None if vector is None else vector.contiguous() for name, vector in vectors.items()}
     return replace(block, **vectors, row_ids=pack_ids(block.row_ids), col_ids=pack_ids(block.col_ids))
@@ -356,7 +362,7 @@ def _grid(x: Tensor) -> tuple[int]:
 def _arguments(
     tiles: Tiles, rows: slice, columns: slice, x: Tensor, y: Tensor
 ) -> tuple[list[Tensor | int | None], dict[str, int]]:
-    """Arguments that both kernels take: the first eleven, and the compile-time ones."""
+    """Returns the arguments that both kernels take: the first eleven, and the compile-time arguments."""
     block = tiles.block
     assert tiles.second_model is not None
     assert block.limit is not None

@@ -1,4 +1,4 @@
-"""Σ_t max_u ⟨q_it, d_ju⟩ and its gradient by Triton kernels: the same functions as in `tiles`, without atomics."""
+"""The Triton engine of late interaction, with the functions of `late.tiles`. It computes all sums without atomics."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +16,11 @@ from megabatch.tiles import plan
 from megabatch.tiles.block import FLOAT32, windows
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Queries and documents as the late-interaction kernels read them.
+# The layout in which the late-interaction kernels read queries and documents.
 #
-# A query takes one slot of SLOT rows of a tile, a power of two, or several if it is longer than a tile. Items that all have
-# the same number of vectors need no tables: where one begins is arithmetic, and no load has to wait for a table.
+# A query takes one slot of a tile, or several slots if it is longer than a tile. A slot has SLOT rows, a power of two. If all
+# items have the same number of vectors, the kernels compute where an item begins. Otherwise they load its start from a table
+# first.
 
 
 @triton.jit
@@ -33,7 +34,10 @@ def rows_of_queries(
     SLOT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """(query of each row, its vector, whether it counts) for rows in the order of slots."""
+    """Returns the query of each row, the index of its vector, and whether the vector exists and is valid.
+
+    Rows are numbered in the order of the slots.
+    """
     slot = rows // SLOT
     query = slot // SLOTS
     token = (slot % SLOTS) * SLOT + rows % SLOT
@@ -51,7 +55,7 @@ def rows_of_queries(
 
 @triton.jit
 def first_vector(d_start, first_document, j, WIDTH: tl.constexpr):
-    """The first vector of a document, int64."""
+    """Returns the index of the first vector of a document, int64."""
     start = (first_document + j).to(tl.int64) * WIDTH
     if d_start is not None:
         start = tl.load(d_start + j)
@@ -70,38 +74,38 @@ class TokenSide:
 
     @classmethod
     def of(cls, tokens: TokenRows, precision: str) -> "TokenSide":
-        """Rounded to `precision`."""
+        """Returns the side with its vectors rounded to `precision`."""
         valid = None if tokens.valid is None else tokens.valid.to(torch.int8)
         starts = None if tokens.lengths is None else tokens.starts()
         return cls(operand(tokens.values, precision), tokens.max_length, starts, tokens.lengths, valid)
 
     def tables(self, items: slice) -> tuple[Tensor | None, Tensor | None]:
-        """(starts, lengths) of some items; None if all have the same length."""
+        """Returns the starts and the lengths of some items. Both are None if all items have the same length."""
         if self.starts is None or self.lengths is None:
             return None, None
         return self.starts[items], self.lengths[items]
 
 
 def query_slots(block: LateBlock) -> tuple[int, int]:
-    """(rows of a slot, slots of a query)."""
+    """Returns the number of rows in a slot, and the number of slots of a query."""
     tile = kernel_plan.maxsim_tile(block.precision, block.device, block.query.D)
     slot = min(tile.rows, max(16, triton.next_power_of_2(block.query.max_length)))
     return slot, triton.cdiv(block.query.max_length, slot)
 
 
 class MaxsimOperands:
-    """A block as the kernels read it."""
+    """The inputs of the kernels for one block."""
 
     def __init__(self, block: LateBlock) -> None:
         self.block = block
         self.q, self.d = (TokenSide.of(side, block.precision) for side in (block.query, block.document))
         self.tile = kernel_plan.maxsim_tile(block.precision, block.device, block.query.D)
         self.slot, self.slots = query_slots(block)
-        self.block_d = min(self.tile.width, max(16, triton.next_power_of_2(block.query.D)))
+        self.block_d = min(self.tile.dims, max(16, triton.next_power_of_2(block.query.D)))
         self.precision = "ieee" if block.precision == FLOAT32 else "tf32"
 
     def queries(self, rows: slice, vectors: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
-        """(starts, lengths, valid, vectors): from the first vector of the queries on, if these need no starts."""
+        """Returns (starts, lengths, valid, vectors). Without starts, valid and vectors begin at the first of these queries."""
         first = rows.start * self.q.max_length if self.q.starts is None else 0
         valid = self.q.valid
         if first:
@@ -110,40 +114,41 @@ class MaxsimOperands:
 
     @property
     def constants(self) -> dict[str, int]:
-        """Compile-time arguments of every kernel; a width is 0 if tables tell where items begin."""
-        widths = {"WIDTH": self.d.max_length if self.d.starts is None else 0, "QUERY_WIDTH": self.q.max_length}
-        return {"D": self.block.query.D, **widths, "SLOTS": self.slots, "SLOT": self.slot}
+        """The compile-time arguments of every kernel. WIDTH, the vectors of a document, is 0 if documents have starts."""
+        lengths = {"WIDTH": self.d.max_length if self.d.starts is None else 0, "QUERY_WIDTH": self.q.max_length}
+        return {"D": self.block.query.D, **lengths, "SLOTS": self.slots, "SLOT": self.slot}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Σ_t max_u ⟨q_it, d_ju⟩ in one kernel: the products of a tile of vectors stay in registers.
+# Σ_t max_u ⟨q_it, d_ju⟩ in one kernel. The dot products of a tile of vectors stay in registers.
 #
-# A program owns a tile of query vectors and loops over documents, BLOCK_U vectors at a time. It keeps a running maximum for
-# each query vector, and stores their sum for each slot and document: one number for thousands of products. For backward it
-# also stores the winner of every query vector in each document.
+# A program owns a tile of query vectors and loops over documents, BLOCK_U vectors at a time. It has a running maximum for each
+# query vector. For each slot and document, it stores the sum of the maxima, which is one number for thousands of dot products.
+# For backward, it also stores the argmax of every query vector in each document. In this file, `winners` are these argmax
+# indices, which count from the first vector of the document. An index of −1 means that there is no argmax.
 
 
 @triton.jit
 def _best_of_tile(
-    q,  # (BLOCK_T, BLOCK_D), used if the whole width fits
+    q,  # (BLOCK_T, BLOCK_D), used if D is at most BLOCK_D
     q_rows,  # (BLOCK_T,) pointers
-    counts,  # (BLOCK_T,)
+    counts,  # (BLOCK_T,) whether the query vector exists and is valid
     d_desc,  # (Td, D)
     d_valid,  # (Td,) or None
-    first,  # of the vectors of this tile
-    left,  # vectors of the document from there on
-    best,  # (BLOCK_T,) so far
-    winner,  # (BLOCK_T,) so far
-    u,
+    first,  # the index of the first vector of this tile
+    left,  # the number of vectors of the document from the first one of this tile to its end
+    best,  # (BLOCK_T,) maxima over the previous tiles
+    winner,  # (BLOCK_T,) their argmax
+    u,  # the number of the first vector of this tile within its document
     D: tl.constexpr,
-    WHOLE: tl.constexpr,  # no tile reaches beyond its document
+    WHOLE: tl.constexpr,  # whether no tile extends beyond its document
     WINNERS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_U: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Running maxima, and winners, with one more tile of document vectors."""
+    """Returns the running maxima and their argmax after one more tile of document vectors."""
     s = tl.zeros((BLOCK_T, BLOCK_U), tl.float32)
     if D <= BLOCK_D:
         s = tl.dot(q, d_desc.load([first, 0]).T, s, input_precision=PRECISION)
@@ -240,14 +245,14 @@ def _maxsim_kernel(
 def sums(
     operands: MaxsimOperands, rows: slice, columns: slice, winners: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:  # (n, m)
-    """Σ_t max_u of a strip, where a product with NaN never is the largest; in the (m, n) `out` if given.
+    """Returns Σ_t max_u of a strip. A dot product that is NaN is never the maximum.
 
-    Writes the winners if asked to.
+    If `out`, (m, n), is given, the result is written to it. If `winners` is given, the argmax indices are written to it.
     """
     n, m = rows.stop - rows.start, columns.stop - columns.start
     slots, tile, device = n * operands.slots, operands.tile, operands.block.device
-    one = operands.slots == 1
-    found = out if out is not None and one else torch.empty(m, slots, dtype=torch.float32, device=device)
+    has_one_slot = operands.slots == 1
+    sums_of_slots = out if out is not None and has_one_slot else torch.empty(m, slots, dtype=torch.float32, device=device)
     tiles = triton.cdiv(slots * operands.slot, tile.rows)
     splits = max(1, min(m, -(-8 * kernel_plan.multiprocessors(device) // tiles)))
     each = triton.cdiv(m, splits)
@@ -263,7 +268,7 @@ def sums(
             q_valid,
             *operands.d.tables(columns),
             operands.d.valid,
-            found,
+            sums_of_slots,
             winners,
         ),
         (n, m, columns.start, each, slots, q.stride(0)),
@@ -275,34 +280,35 @@ def sums(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return found.T if one else torch.sum(found.view(m, n, operands.slots), 2, out=out).T
+    return sums_of_slots.T if has_one_slot else torch.sum(sums_of_slots.view(m, n, operands.slots), 2, out=out).T
 
 
 def winner_dtype(block: LateBlock) -> torch.dtype:
-    """The type of a winner's number within its document."""
+    """Returns the dtype of argmax indices within a document."""
     return torch.int16 if block.document.max_length < 2**15 else torch.int32
 
 
 def empty_winners(block: LateBlock, queries: int, documents: int) -> Tensor:  # (m, rows)
-    """Room for the winners of a strip."""
+    """Returns uninitialized memory for the argmax indices of a strip."""
     slot, slots = query_slots(block)
     return torch.empty(documents, queries * slot * slots, dtype=winner_dtype(block), device=block.device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The gradients of documents, from lists of the query vectors that each part of a document won.
+# The gradients of documents, from one list of query vectors for each part of a document.
 #
-# A document vector adds up the query vectors that it won: a product of a matrix of weights, 0 where it lost, with the
-# queries. Nearly every weight is 0, because a query vector has one winner in a document. So the query vectors of a strip
-# are sorted by the part of the document that holds their winner, in two launches (counts, then places), and a part
-# multiplies its own list. The order within a list is the order of the query vectors, so sums are deterministic.
+# The gradient of a document vector is a weighted sum of the query vectors whose argmax it is. In a matmul with all query
+# vectors, nearly all weights would be 0, because a query vector has one argmax in a document. So the query vectors of a strip
+# are sorted by the part of the document that contains their argmax, and each part multiplies only its own list. The sort takes
+# two launches: the first one counts, and the second one writes the lists. Each list is in the order of the query vectors, so
+# the sums are deterministic.
 
-_CHUNK = 2048  # query vectors that a program of the first two kernels sorts
+_CHUNK = 2048  # query vectors that one program of the first two kernels sorts
 
 
 @triton.jit
 def _find_parts(winners, j, offs_t, rows, BLOCK_U: tl.constexpr):
-    """The part of document j that each query vector chose; −1 if none."""
+    """Returns the part of document j that contains the argmax of each query vector, or −1 if there is no argmax."""
     winner = tl.load(winners + tl.cast(j, tl.int64) * rows + offs_t, offs_t < rows, -1).to(tl.int32)
     return tl.where(winner >= 0, winner // BLOCK_U, -1)
 
@@ -317,7 +323,7 @@ def _count_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_U: tl.constexpr,
 ):
-    """How many query vectors of a chunk chose each part of a document."""
+    """Counts the query vectors of a chunk whose argmax is in each part of a document."""
     chunk, j = tl.program_id(0), tl.program_id(1)
     chosen = _find_parts(winners, j, chunk * BLOCK_T + tl.arange(0, BLOCK_T), rows, BLOCK_U)
     for part in range(parts):
@@ -327,15 +333,15 @@ def _count_kernel(
 @triton.jit
 def _list_kernel(
     winners,  # (m, rows)
-    ends,  # (m, parts, chunks) int32, of the chunk's entries
-    listed,  # (entries,) int32
+    ends,  # (m, parts, chunks) int32, the ends of the entries of each chunk in `listed`
+    listed,  # (entries,) int32, the query vectors in all lists, one list after another
     rows,
     parts,
     chunks,
     BLOCK_T: tl.constexpr,
     BLOCK_U: tl.constexpr,
 ):
-    """Writes the query vectors of a chunk into the lists of the parts that they chose."""
+    """Writes the query vectors of a chunk to the lists of the parts that contain their argmax."""
     chunk, j = tl.program_id(0), tl.program_id(1)
     offs_t = chunk * BLOCK_T + tl.arange(0, BLOCK_T)
     chosen = _find_parts(winners, j, offs_t, rows, BLOCK_U)
@@ -357,7 +363,7 @@ def _listed_gradient_kernel(
     q_length,  # (n,) int64 or None
     d_start,  # (m,) int64, or None if all documents have WIDTH vectors
     d_length,  # (m,) int64 or None
-    dd,  # (Td, D) float32, added to
+    dd,  # (Td, D) float32 accumulator
     queries,  # n
     first_document,
     rows,
@@ -408,16 +414,18 @@ def add_document_gradients(
     columns: slice,
     winners: Tensor,  # (m, rows of all slots)
     weights: Tensor,  # (m, n)
-    ddocument: Tensor,  # (Td, D) added to
+    ddocument: Tensor,  # (Td, D) accumulator
 ) -> None:
-    """Adds the documents' gradients of a strip, as many documents at a time as their lists fit into the workspace."""
-    at_once = min(kernel_plan.MAXSIM_DOCUMENTS, max(1, kernel_plan.MAXSIM_LIST_ENTRIES // winners.shape[1]))
-    for some in windows(len(winners), at_once):
-        part = slice(columns.start + some.start, columns.start + some.stop)
-        _add(operands, rows, part, winners[some], weights[some], ddocument)
+    """Adds the gradients of the documents of a strip. Each launch has as many documents as their lists fit in the workspace."""
+    documents_per_launch = min(kernel_plan.MAXSIM_DOCUMENTS, max(1, kernel_plan.MAXSIM_LIST_ENTRIES // winners.shape[1]))
+    for window in windows(len(winners), documents_per_launch):
+        part = slice(columns.start + window.start, columns.start + window.stop)
+        _add_documents(operands, rows, part, winners[window], weights[window], ddocument)
 
 
-def _add(operands: MaxsimOperands, rows: slice, columns: slice, winners: Tensor, weights: Tensor, ddocument: Tensor) -> None:
+def _add_documents(
+    operands: MaxsimOperands, rows: slice, columns: slice, winners: Tensor, weights: Tensor, ddocument: Tensor
+) -> None:
     (m, n), count, device = weights.shape, winners.shape[1], winners.device
     tile = kernel_plan.maxsim_listed_tile(operands.block.precision, operands.block.device)
     parts, chunks = triton.cdiv(operands.d.max_length, tile.rows), triton.cdiv(count, _CHUNK)
@@ -444,10 +452,10 @@ def _add(operands: MaxsimOperands, rows: slice, columns: slice, winners: Tensor,
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Gradients of Σ_t max_u ⟨q_it, d_ju⟩, given the winners of a strip and a weight for each query and document.
+# Gradients of Σ_t max_u ⟨q_it, d_ju⟩, given the argmax indices of a strip and a weight for each query and document.
 #
-# A query vector gathers its winners of all documents. A document vector adds up the query vectors that it won (above). Each
-# sum has one owner, so there are no atomics.
+# The gradient of a query vector is a weighted sum of the document vectors at its argmax indices. The gradient of a document
+# vector is computed by the kernels above. One program computes each sum, so there are no atomics.
 
 
 @triton.jit
@@ -459,7 +467,7 @@ def _query_gradient_kernel(
     q_length,  # (n,) int64 or None
     q_valid,  # (Tq,) int8 or None
     d_start,  # (m,) int64, or None if all documents have WIDTH vectors
-    dq,  # (Tq, D) float32, added to
+    dq,  # (Tq, D) float32 accumulator
     queries,  # n
     documents,  # m
     first_document,
@@ -477,7 +485,7 @@ def _query_gradient_kernel(
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     query, vector, counts = rows_of_queries(rows, q_start, q_length, q_valid, queries, SLOTS, SLOT, QUERY_WIDTH)
     total = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    for j in tl.range(documents, loop_unroll_factor=4):  # gathers of several documents in flight
+    for j in tl.range(documents, loop_unroll_factor=4):  # so the loads of several documents overlap
         winner = tl.load(winners + tl.cast(j, tl.int64) * slots * SLOT + rows, mask=counts, other=-1).to(tl.int64)
         weight = tl.load(weights + tl.cast(j, tl.int64) * queries + query, mask=counts, other=0.0)
         won = counts & (winner >= 0)
@@ -495,10 +503,10 @@ def add_strip_gradients(
     columns: slice,
     winners: Tensor,  # (m, rows)
     g: Tensor,  # (n, m)
-    dquery: Tensor,  # (Tq, D) added to
-    ddocument: Tensor,  # (Td, D) added to
+    dquery: Tensor,  # (Tq, D) accumulator
+    ddocument: Tensor,  # (Td, D) accumulator
 ) -> None:
-    """Adds the gradients of a strip, given those of its sums."""
+    """Adds the gradients of the vectors of a strip, given the gradients g of its scores."""
     weights = g.T.contiguous()
     m, n = weights.shape
     D, slots, block_d = operands.block.query.D, n * operands.slots, operands.block_d
@@ -520,15 +528,16 @@ def add_strip_gradients(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What `tiles` does in PyTorch operations, by the kernels above.
+# The functions of an engine. `late.tiles` contains the same functions in PyTorch operations.
 #
-# Backward works on strips of queries and documents. The kernel of the scores stores the winners of the strip, PyTorch
-# operations turn the scores into weights, and kernels add up the gradients. The winners exist for one strip at a time. If
-# those of the whole block take no more memory than a strip's, forward may keep them and the scores for backward.
+# Backward processes strips of queries and documents. The kernel of the scores stores the argmax indices of the strip, PyTorch
+# operations turn the scores into weights, and kernels add the gradients. Only the indices of one strip exist at a time. If the
+# indices of the full block fit in a workspace, forward may store them and the scores for backward
+# (`kernels.plan.maxsim_is_kept`).
 
 
 def allocate_kept(block: LateBlock) -> Kept | None:
-    """Uninitialized scores and winners of the block; None if the winners are too many."""
+    """Returns uninitialized memory for the scores and argmax indices of the block, or None if there are too many indices."""
     slot, slots = query_slots(block)
     if not kernel_plan.maxsim_is_kept(block.N * slot * slots, block.M, winner_dtype(block).itemsize):
         return None
@@ -537,16 +546,16 @@ def allocate_kept(block: LateBlock) -> Kept | None:
 
 
 def score_tiles(block: LateBlock, kept: Kept | None = None) -> Iterator[tuple[slice, slice, Tensor]]:  # (n, m)
-    """(rows, columns, Σ_t max_u) of each strip; fills `kept`."""
+    """Yields (rows, columns, Σ_t max_u) of each strip. Writes the scores and argmax indices to `kept` if it is given."""
     operands = MaxsimOperands(block)
     strip = kernel_plan.MAXSIM_SCORES if kept is None else plan.TileSize(block.N, kernel_plan.MAXSIM_DOCUMENTS)
-    # The maxima ignore NaN. Sums of 0·values bring it back, query by query and document by document.
-    of_queries, of_documents = _poison(block.query), _poison(block.document)
+    # The maxima ignore NaN. So NaN is added to all scores of a query or document that contains NaN or infinite values.
+    query_nan, document_nan = _nan_where_not_finite(block.query), _nan_where_not_finite(block.document)
     for rows in windows(block.N, strip.rows):
         for columns in windows(block.M, strip.columns):
             part = None if kept is None else kept.of_documents(columns)
-            room = (None, None) if part is None else (part.winners, part.scores)
-            yield rows, columns, sums(operands, rows, columns, *room).add_(of_queries[rows, None]).add_(of_documents[columns])
+            out = (None, None) if part is None else (part.winners, part.scores)
+            yield rows, columns, sums(operands, rows, columns, *out).add_(query_nan[rows, None]).add_(document_nan[columns])
 
 
 def add_gradients(
@@ -554,7 +563,8 @@ def add_gradients(
 ) -> None:  # (Tq, D), (Td, D)
     """Adds the gradients of all vectors, given the gradient of each Σ_t max_u.
 
-    A score with NaN has made the sums of its row and column NaN, so its weight is NaN whatever the score is here.
+    Scores that are computed again do not contain the NaN that `score_tiles` adds. But a score that is NaN in forward makes the
+    sums of its row and column NaN, so its weight is NaN for any score.
     """
     operands = MaxsimOperands(block)
     slot, slots = query_slots(block)
@@ -571,16 +581,16 @@ def add_gradients(
             add_strip_gradients(operands, rows, columns, winners, g, dquery, ddocument)
 
 
-def _poison(tokens: TokenRows) -> Tensor:  # (N,)
-    """0 for each item; NaN where one of its valid vectors has a value that is not finite."""
-    plain = tokens.valid is None and tokens.lengths is None
-    values = tokens.values.reshape(tokens.count, -1) if plain else tokens.values
-    each: Tensor = torch.linalg.vector_norm(values, torch.inf, dim=1, dtype=torch.float32)  # a sum could overflow
-    each.mul_(0.0)
+def _nan_where_not_finite(tokens: TokenRows) -> Tensor:  # (N,)
+    """Returns NaN for each item that has a valid vector with NaN or infinite values, and 0 for all other items."""
+    is_dense = tokens.valid is None and tokens.lengths is None
+    values = tokens.values.reshape(tokens.count, -1) if is_dense else tokens.values
+    result: Tensor = torch.linalg.vector_norm(values, torch.inf, dim=1, dtype=torch.float32)  # a sum could overflow
+    result.mul_(0.0)
     if tokens.valid is not None:
-        each.masked_fill_(~tokens.valid, 0.0)
-    if plain:
-        return each
+        result.masked_fill_(~tokens.valid, 0.0)
+    if is_dense:
+        return result
     if tokens.lengths is None:
-        return each.view(tokens.count, tokens.max_length).sum(1)
-    return each.new_zeros(tokens.count).index_add_(0, tokens.owners(), each)
+        return result.view(tokens.count, tokens.max_length).sum(1)
+    return result.new_zeros(tokens.count).index_add_(0, tokens.owners(), result)

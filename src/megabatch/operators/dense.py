@@ -408,7 +408,7 @@ class _DenseKernelLoss(torch.autograd.Function):
         launches = launches_of(Form(kind, task.divisor, task.ids_are_positives, precision, needs, *layout))
         *formed, products = launches.operands(rows, columns)
         weights = launches.weights(products)
-        work, sums, loss = launches.room()
+        work, sums, loss = launches.allocate()
         if kind == SIGMOID:
             launches.sigmoid_weights(*formed, products, weights, scale, bias, ids, work, sums)
         else:

@@ -98,7 +98,7 @@ class _CrossEntropy(torch.autograd.Function):
         divisor: int,
         learns: bool,
     ) -> Tensor:
-        from megabatch.kernels.gradient import SOFTMAX_KINDS, StripTask, WholeGradients, strip_tile, whole_gradients
+        from megabatch.kernels.gradient import SOFTMAX_KINDS, GradientSums, StripTask, strip_tile, sum_gradients
         from megabatch.kernels.logsumexp import write_sums
         from megabatch.kernels.operands import exponent_operands
         from megabatch.kernels.pairs import PairVectors, finish_pairs, pair_statistics
@@ -110,9 +110,9 @@ class _CrossEntropy(torch.autograd.Function):
         tile = strip_tile(block)
         write_sums(operands, block, pairs.row, pairs.col if columns else None)
         losses = pair_statistics(operands, block, tile, pairs, columns=columns)
-        sums = WholeGradients(None, None, None)
+        sums = GradientSums(None, None, None)
         if any(needs):
-            sums = whole_gradients(StripTask(operands, block, tile, SOFTMAX_KINDS, pairs.weights), needs)
+            sums = sum_gradients(StripTask(operands, block, tile, SOFTMAX_KINDS, pairs.weights), needs)
         loss, *gradients = finish_pairs(operands, block, sums, needs, pairs.matches, losses, divisor)
         if any(needs):
             ctx.save_for_backward(x, y, scale, *gradients)
@@ -138,20 +138,20 @@ class _Sigmoid(torch.autograd.Function):
         divisor: int,
         learns: bool,
     ) -> Tensor:
-        from megabatch.kernels.gradient import SIGMOID, RowSums, StripTask, Weights, strip_tile, whole_gradients
-        from megabatch.kernels.operands import similarity_operands
+        from megabatch.kernels.gradient import SIGMOID, RowSums, StripTask, Weights, strip_tile, sum_gradients
+        from megabatch.kernels.operands import logit_operands
         from megabatch.kernels.pairs import SigmoidVectors, finish_pairs, write_matches
 
         vectors = SigmoidVectors.empty(x, precision)
         by_ids = {"row_ids": ids, "col_ids": ids, "ids_are_positives": ids_are_positives}
         block = Block.of(x, y, scale, precision, row_bias=vectors.offset, skip_diagonal=True, **by_ids)
         needs = Needs(*ctx.needs_input_grad[:4]) if learns else _NOTHING
-        operands = similarity_operands(block, vectors.constants)
+        operands = logit_operands(block, vectors.constants)
         write_matches(operands, block, bias, vectors)
         weights = Weights(None if vectors.matches.unit == 1.0 else vectors.weight)
         task = StripTask(operands, block, strip_tile(block), (SIGMOID,), weights)
         row_dbias = vectors.dbias if needs.drow_bias else None
-        sums = whole_gradients(task, needs, RowSums(vectors.losses, row_dbias))
+        sums = sum_gradients(task, needs, RowSums(vectors.losses, row_dbias))
         loss, *gradients = finish_pairs(
             operands, block, sums, needs, vectors.matches, vectors.losses, divisor, row_dbias=row_dbias
         )
