@@ -4,14 +4,15 @@
     python benchmarks/batch_size_study.py                                                             one GPU, minutes
     python benchmarks/batch_size_study.py --samples 24000 --batch-sizes 256 1024 4096 --lr 4e-3       two CPU cores, minutes
 
-A small text tower learns to match words with their definitions. Every run sees the same number of pairs, at another batch size.
-All runs have the same learning rate at 1,024 pairs: the smallest of five rates that is nearly as good as the best, by one run
-each with a seed that is not used again. At other batch sizes the rate is constant, or grows with the root of the batch, or with
-the batch. The test data are 5,000 definitions that are not in training, with all their words: a reverse dictionary. Words of
-one meaning share its definition, and are not each other's negatives (`ids`).
+A small text tower learns to match words with their definitions. Every run sees the same number of pairs, with another batch
+size. All runs have the same learning rate at 1,024 pairs: the smallest of five rates whose recall is nearly the best. Each rate
+is tried in one run, with a seed that other runs do not use. At other batch sizes the rate is constant, or grows with the
+square root of the batch size, or with the batch size. The test data are 5,000 definitions that are not in the training data,
+with all their words, as in a reverse dictionary. Words with the same meaning share a definition, so they are not negatives of
+each other (`ids`).
 
-Each run is a line in batch_size_study.jsonl and is not repeated, so the study can be stopped and continued, or extended by
-seeds, sizes and learning rates. The tables and the plot (mean and standard deviation over seeds) are made from all lines.
+Each run writes a line to batch_size_study.jsonl and is not repeated. So the study can be stopped and continued, and extended by
+seeds, sizes and learning rates. The tables and the plot show mean and standard deviation over seeds, from all lines.
 """
 
 import argparse
@@ -35,23 +36,23 @@ from megabatch_train.display.tables import TextTable
 from megabatch_train.evaluation import results, retrieval
 from megabatch_train.towers.small import n_grams
 
-RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # the learning rate grows with the batch to this power
-BASE = 1024  # pairs in the batch at which all rules agree
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)  # learning rates that are tried there
-NEARLY = 0.97  # of the best recall, by the smallest of them: rules that make it larger need room
-TRIAL = 1000  # the seed they are tried with
+RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # the learning rate grows with this power of the batch size
+BASE = 1024  # batch size at which all rules have the same rate
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)  # learning rates that are tried at this batch size
+NEARLY = 0.97  # fraction of the best recall; the smallest such rate is taken, because rules can make it larger
+TRIAL = 1000  # seed of the runs that try the rates
 BY = "word_to_definition_R@10"
-BUCKETS, GRAMS, LONGEST = 1 << 15, (3, 4), 96  # of n-grams; the longest definitions are cut
+BUCKETS, GRAMS, LONGEST = 1 << 15, (3, 4), 96  # n-grams: number of buckets, lengths in characters, most n-grams of a text
 WIDTH = 256
 CHUNK = 8192  # samples encoded at once
-WARM_UP = 0.1  # of all steps
+WARM_UP = 0.1  # fraction of all steps
 NAMES = ("definition", "word")
 GROWTH = {"none": "constant", "sqrt": "∝ root of batch", "linear": "∝ batch"}
-COLOURS = {"none": plots.BLUE, "sqrt": plots.GREEN, "linear": plots.ORANGE}
+COLORS = {"none": plots.BLUE, "sqrt": plots.GREEN, "linear": plots.ORANGE}
 
 
 class Tower(nn.Module):
-    """The mean of the embeddings of a text's n-grams, and a hidden layer beside it. 0 is no n-gram."""
+    """A tower that adds the mean embedding of the n-grams of a text and the output of a hidden layer. The id 0 is padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,13 +62,13 @@ class Tower(nn.Module):
         self.hidden = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, grams: Tensor) -> Tensor:  # (n, LONGEST) int32 -> (n, WIDTH)
-        """Embeddings of unit length."""
+        """Returns embeddings of unit length."""
         bag = self.norm(self.grams(grams))
         return F.normalize(bag + self.hidden(bag), dim=-1)
 
 
 class Pairs(NamedTuple):
-    """A split on the device: texts as numbers, once each definition."""
+    """A split on the device. Texts are ids of n-grams, and each definition is stored once."""
 
     words: Tensor  # (pairs, LONGEST) int32
     definitions: Tensor  # (meanings, LONGEST) int32
@@ -75,7 +76,7 @@ class Pairs(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """One run."""
+    """The settings of a run."""
 
     batch_size: int
     lr: float
@@ -84,7 +85,7 @@ class Setting(NamedTuple):
 
 
 class Bench:
-    """Runs the settings that are not in the file yet. Texts are tokenized once, before the first run."""
+    """Runs the settings that are not in the file. Texts are tokenized once, before the first run."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -92,64 +93,64 @@ class Bench:
         self.splits: list[Pairs] = []
 
     def known(self) -> list[dict[str, Any]]:
-        """All lines of the file."""
+        """Returns all lines of the file."""
         return results.read(self.file) if self.file.exists() else []
 
-    def results(self, wanted: Sequence[Setting]) -> list[dict[str, Any]]:
-        """A line for each setting."""
-        done = {_setting(line) for line in self.known()}
-        todo = [setting for setting in wanted if setting not in done]
-        print(f"{len(todo)} runs to do, {len(wanted) - len(todo)} known from {self.file}", flush=True)
+    def results(self, requests: Sequence[Setting]) -> list[dict[str, Any]]:
+        """Returns the line of each setting, after running the missing ones."""
+        finished = {_setting(line) for line in self.known()}
+        todo = [setting for setting in requests if setting not in finished]
+        print(f"{len(todo)} runs to do, {len(requests) - len(todo)} runs in {self.file}", flush=True)
         if todo:
             self._run(todo)
         lines = {_setting(line): line for line in self.known()}
-        return [lines[setting] for setting in wanted]
+        return [lines[setting] for setting in requests]
 
     def _run(self, todo: Sequence[Setting]) -> None:
         self.splits = self.splits or [tokenize(WordNet(split), self.device) for split in ("train", "test")]
         for i, setting in enumerate(todo, 1):
-            found = run(setting, *self.splits, self.device)
-            results.append(self.file, {**setting._asdict(), **found, "machine": machine.summary(machine.describe())})
-            told = f"batch {setting.batch_size:,}, rate {setting.lr:.1e}, seed {setting.seed}"
-            print(f"[{i}/{len(todo)}] {told}: {BY} {found[BY]:.1%}, {found['seconds']:.0f} s", flush=True)
+            result = run(setting, *self.splits, self.device)
+            results.append(self.file, {**setting._asdict(), **result, "machine": machine.summary(machine.describe())})
+            description = f"batch {setting.batch_size:,}, rate {setting.lr:.1e}, seed {setting.seed}"
+            print(f"[{i}/{len(todo)}] {description}: {BY} {result[BY]:.1%}, {result['seconds']:.0f} s", flush=True)
 
 
 def settings(options: argparse.Namespace) -> list[Setting]:
-    """Large batches first: they are quick, and the picture appears early. At `BASE` the rules are one run."""
-    found = {
+    """Returns the settings of all runs, large batches first because they are fast. At `BASE` all rules share a run."""
+    unique = {
         Setting(size, options.lr * (size / BASE) ** RULES[rule], seed, options.samples): None
         for size in sorted(options.batch_sizes, reverse=True)
         for seed in options.seeds
         for rule in options.rules
     }
-    return list(found)
+    return list(unique)
 
 
 def tokenize(data: WordNet, device: torch.device) -> Pairs:
-    """All texts as the numbers of their n-grams; a word of many texts is looked up once."""
-    of_word: dict[str, Tensor] = {}
+    """Converts all texts to ids of n-grams. The ids of each word are computed once."""
+    grams_of: dict[str, Tensor] = {}
 
     def grams(text: str) -> Tensor:  # (LONGEST,) int32
         row = torch.zeros(LONGEST, dtype=torch.int32)
         start = 0
         for word in text.lower().split():
-            if word not in of_word:
-                of_word[word] = n_grams(word, BUCKETS - 1, GRAMS).to(torch.int32) + 1
-            found = of_word[word][: LONGEST - start]
-            row[start : start + len(found)] = found
-            start += len(found)
+            if word not in grams_of:
+                grams_of[word] = n_grams(word, BUCKETS - 1, GRAMS).to(torch.int32) + 1
+            ids = grams_of[word][: LONGEST - start]
+            row[start : start + len(ids)] = ids
+            start += len(ids)
         return row
 
-    everyone = range(len(data))
-    known, meanings = torch.unique(data.ids(everyone), return_inverse=True)
-    first = torch.full((len(known),), len(data)).scatter_reduce(0, meanings, torch.arange(len(data)), "amin")
-    words = torch.stack([grams(data.read(i, 0)) for i in everyone])
+    indices = range(len(data))
+    unique_ids, meanings = torch.unique(data.ids(indices), return_inverse=True)
+    first = torch.full((len(unique_ids),), len(data)).scatter_reduce(0, meanings, torch.arange(len(data)), "amin")
+    words = torch.stack([grams(data.read(i, 0)) for i in indices])
     definitions = torch.stack([grams(data.read(i, 1)) for i in first.tolist()])
     return Pairs(words.to(device), definitions.to(device), meanings.to(device))
 
 
 def run(setting: Setting, train: Pairs, test: Pairs, device: torch.device) -> dict[str, Any]:
-    """Trains from scratch and tests."""
+    """Trains a tower from random weights and evaluates it."""
     torch.manual_seed(setting.seed)
     tower = Tower().to(device)
     log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07), device=device))
@@ -159,31 +160,31 @@ def run(setting: Setting, train: Pairs, test: Pairs, device: torch.device) -> di
     steps = max(1, setting.samples // setting.batch_size)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, steps))
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-    began = time.perf_counter()
+    start = time.perf_counter()
     loss = torch.tensor(math.nan)
     for batch in Order(len(train.words), setting.batch_size, setting.seed).batches(0, steps):
-        chosen = batch.indices.to(device, non_blocking=True)
-        meanings = train.meanings[chosen]
+        indices = batch.indices.to(device, non_blocking=True)
+        meanings = train.meanings[indices]
         with autocast:
             loss = mb.cached_backward(
                 lambda word, definition, ids=meanings: mb.clip_loss(word, definition, log_scale.exp(), ids=ids),
-                [(tower, train.words[chosen]), (tower, train.definitions[meanings])],
+                [(tower, train.words[indices]), (tower, train.definitions[meanings])],
                 chunk_size=CHUNK,
-                budget="all",  # a bag's graph is small: nothing is encoded twice
+                budget="all",  # the graph of this tower is small, so no chunk is encoded twice
             )
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         with torch.no_grad():
             log_scale.clamp_(max=math.log(100))
-    last = loss.item()  # waits for the device
-    seconds = time.perf_counter() - began
-    return {"steps": steps, "loss": last, "seconds": seconds, **evaluate(tower, test)}
+    last_loss = loss.item()  # waits for the device
+    seconds = time.perf_counter() - start
+    return {"steps": steps, "loss": last_loss, "seconds": seconds, **evaluate(tower, test)}
 
 
 @torch.no_grad()
 def evaluate(tower: Tower, test: Pairs) -> dict[str, float]:
-    """Recall both ways; of a definition with several words the best of them counts."""
+    """Returns the recall in both directions. If a definition has several words, its best word counts."""
     tower.eval()
     definitions, words = (torch.cat([tower(part) for part in side.split(CHUNK)]) for side in (test.definitions, test.words))
     return retrieval(definitions, words, test.meanings, names=NAMES)
@@ -199,11 +200,11 @@ def _setting(line: dict[str, Any]) -> Setting:
 
 
 def report(path: Path) -> None:
-    """Writes a table for each learning rate at `BASE` pairs (.md), and the plot (.svg), beside the lines."""
+    """Writes a table for each learning rate at `BASE` pairs (.md) and the plot (.svg) into the folder of the lines."""
     lines = [line for line in results.read(path) if line["seed"] != TRIAL]
     base_rates = sorted({line["lr"] for line in lines if line["batch_size"] == BASE}, reverse=True)
     if not base_rates:
-        print(f"No report: a learning rate is named by its runs with {BASE:,} pairs, and there are none")
+        print(f"No report was written because no run has {BASE:,} pairs.")
         return
     machines = "; ".join(dict.fromkeys(line["machine"] for line in lines))
     samples = max(line["samples"] for line in lines)
@@ -217,7 +218,7 @@ def report(path: Path) -> None:
 
 
 def table(lines: Sequence[dict[str, Any]], base_lr: float, samples: int) -> TextTable:
-    """Runs that are missing leave their cells empty."""
+    """Returns the table of a base rate. Missing runs have empty cells."""
     rows = []
     for size in sorted({line["batch_size"] for line in lines}):
         cells = [f"{size:,}", f"{max(1, samples // size):,}"]
@@ -227,18 +228,18 @@ def table(lines: Sequence[dict[str, Any]], base_lr: float, samples: int) -> Text
             cells.append("" if one is None or ten is None else f"{lr:.1e}, {_plus_minus(one)}, {_plus_minus(ten)}")
         rows.append(cells)
     seeds = len({line["seed"] for line in lines})
-    notes = f"Words find definitions among 5,000; {samples:,} pairs seen by every run; {seeds} seeds, mean ± deviation."
+    notes = f"Words find definitions among 5,000. Every run sees {samples:,} pairs. Values: mean ± deviation of {seeds} seeds."
     return TextTable(
         ["pairs in a batch", "steps", *(f"{rule}: rate, R@1, R@10" for rule in RULES)], rows, notes=notes, names=(2, 3, 4)
     )
 
 
 def summary(lines: Sequence[dict[str, Any]], size: int, lr: float, metric: str) -> tuple[float, float, int] | None:
-    """Mean, standard deviation over seeds, and their number."""
-    found = [line[metric] for line in lines if line["batch_size"] == size and math.isclose(line["lr"], lr, rel_tol=1e-9)]
-    if not found:
+    """Returns mean and standard deviation over seeds, and the number of seeds, or None if there are no runs."""
+    recalls = [line[metric] for line in lines if line["batch_size"] == size and math.isclose(line["lr"], lr, rel_tol=1e-9)]
+    if not recalls:
         return None
-    values = torch.tensor(found, dtype=torch.float64)
+    values = torch.tensor(recalls, dtype=torch.float64)
     return values.mean().item(), values.std().item() if len(values) > 1 else 0.0, len(values)
 
 
@@ -247,18 +248,20 @@ def _plus_minus(value: tuple[float, float, int]) -> str:
 
 
 def draw(lines: Sequence[dict[str, Any]], base_rates: Sequence[float]) -> Any:
-    """Recall against the batch size for each learning rate at `BASE` pairs, with the deviation over seeds."""
+    """Draws recall against the batch size for each learning rate at `BASE` pairs, with the deviation over seeds."""
     seeds = len({line["seed"] for line in lines})
     title = f"WordNet: words find definitions, {lines[0]['samples']:,} pairs seen by every run, {seeds} seeds"
     figure, panels = plots.panels(title, len(base_rates))
     sizes = sorted({line["batch_size"] for line in lines})
     for axes, base_lr in zip(panels, base_rates, strict=True):
         for rule, power in RULES.items():
-            known = [(size, summary(lines, size, base_lr * (size / BASE) ** power, "word_to_definition_R@1")) for size in sizes]
-            found = [(size, 100 * value[0], 100 * value[1]) for size, value in known if value is not None]
-            plots.line(axes, [(size, mean) for size, mean, _ in found], f"rate {GROWTH[rule]}", COLOURS[rule])
-            for size, mean, deviation in found:
-                axes.plot([size, size], [mean - deviation, mean + deviation], color=COLOURS[rule], linewidth=1.2)
+            summaries = [
+                (size, summary(lines, size, base_lr * (size / BASE) ** power, "word_to_definition_R@1")) for size in sizes
+            ]
+            points = [(size, 100 * value[0], 100 * value[1]) for size, value in summaries if value is not None]
+            plots.line(axes, [(size, mean) for size, mean, _ in points], f"rate {GROWTH[rule]}", COLORS[rule])
+            for size, mean, deviation in points:
+                axes.plot([size, size], [mean - deviation, mean + deviation], color=COLORS[rule], linewidth=1.2)
         axes.set_ylabel(f"recall@1, %, rate {base_lr:g} at {BASE:,}")
         plots.batch_axis(axes, sizes, "pairs in a batch")
         plots.label_lines(axes)
@@ -269,12 +272,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = [256 << power for power in range(8)]
     add = parser.add_argument
-    add("--batch-sizes", type=int, nargs="+", default=sizes, help="(default: 256 to 32,768, each twice the last)")
-    add("--rules", nargs="+", choices=tuple(RULES), default=list(RULES), help="(default: all)")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
+    add("--batch-sizes", type=int, nargs="+", default=sizes, help="batch sizes (default: powers of two from 256 to 32,768)")
+    add(
+        "--rules",
+        nargs="+",
+        choices=tuple(RULES),
+        default=list(RULES),
+        help="rules that scale the learning rate (default: all)",
+    )
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs (default: 0 1 2)")
     add("--samples", type=int, default=800_000, help="pairs that every run sees (default: %(default)s)")
-    add("--lr", type=float, help=f"learning rate at {BASE:,} pairs (default: chosen of {', '.join(map(str, RATES))})")
-    add("--output", type=Path, default=Path("runs/batch_size_study"), help="folder (default: %(default)s)")
+    add("--lr", type=float, help=f"learning rate at {BASE:,} pairs (default: chosen from {', '.join(map(str, RATES))})")
+    add("--output", type=Path, default=Path("runs/batch_size_study"), help="folder for the results (default: %(default)s)")
     options = parser.parse_args()
     bench = Bench(options.output / "batch_size_study.jsonl")
     if options.lr is None:

@@ -1,12 +1,12 @@
-"""Memory and speed of one training step against the batch: plain, cached, and the schemes of other projects, in one run.
+"""Measures memory and speed of one training step: the plain step, gradient caching, and the methods of other projects.
 
-CLIP towers with random weights, synthetic images, bf16 autocast. Before anything is timed, every system's gradients are
-compared with those of the plain step, in float32 on a small batch; the gradient of the scale is reported apart. "Towers alone"
-is one forward pass and one forward and backward pass of every chunk without any loss, the most that a step without kept graphs
-can reach.
+The CLIP towers have random weights, the images are synthetic, and the steps use bf16 autocast. Before the timing, the gradients
+of every system are compared with the plain step, in float32 on a small batch. The gradient of the scale is compared separately.
+"Towers alone" is a forward pass, and a forward and a backward pass of every chunk without a loss. A step that keeps no graphs
+cannot be faster.
 
-A step that would take longer than `--longest` is timed on its first 16 chunks, while the loss is that of the whole batch, and
-extended to all chunks; the result says so.
+If a step would take longer than `--longest`, only its first 16 chunks are timed, with the loss of the whole batch. The time is
+extended to all chunks, and the result is marked.
 """
 
 import argparse
@@ -53,8 +53,8 @@ from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, gib, ratio
 
 CHECK, CHECK_CHUNK = 32, 8
-TOLERANCE = 1e-3  # of the length of a gradient, float32 against float32
-LARGEST = {"accum-freq": 65536}  # computes the loss once for every chunk: hours beyond this
+TOLERANCE = 1e-3  # relative error of the norm of the gradients; both are float32
+LARGEST = {"accum-freq": 65536}  # largest batch of a system; it computes the loss once per chunk, which takes hours
 (BUDGET_0, AUTO), REPLAY = CACHED, "cached, replay"
 SHORT = {"plain": PLAIN, "cached": BUDGET_0, "auto": AUTO, "accum": "accum-freq", "gradcache": "GradCache"}
 SHORT |= {"towers": ALONE, "replay": REPLAY}
@@ -67,12 +67,12 @@ CASES = [
     "ViT-L/14:4096,16384:cached,auto,towers",
 ]
 TINY = ["tiny:64,256:all", "tiny:256:replay", "tiny:1024:cached,auto,towers"]
-CHUNKS_TIMED = 16  # of a step that takes too long; more than "auto" keeps graphs of
-ENOUGH = 3.0  # seconds of steps of one system at one batch
+CHUNKS_TIMED = 16  # timed chunks of a step that takes too long; "auto" keeps graphs of fewer chunks
+ENOUGH = 3.0  # seconds of steps of one system at one batch size
 
 
 class Job(NamedTuple):
-    """One measurement."""
+    """The settings of a measurement."""
 
     model: str
     rows: int
@@ -80,26 +80,28 @@ class Job(NamedTuple):
 
 
 def jobs(cases: list[str]) -> list[Job]:
-    """The measurements of the cases, MODEL:BATCH,…:SYSTEM,…, in their order."""
-    found = []
+    """Parses cases of the form MODEL:BATCH,…:SYSTEM,… and returns their measurements in the same order."""
+    planned = []
     for text in cases:
         try:
             model, batches, systems = text.split(":")
             names = [*SYSTEMS] if systems == "all" else [SHORT[name] for name in systems.split(",")]
-            found += [Job(model, int(rows), name) for rows in batches.split(",") for name in names]
+            planned += [Job(model, int(rows), name) for rows in batches.split(",") for name in names]
             SIZES[model]
         except (ValueError, KeyError):
-            known = f"models are {', '.join(SIZES)}; systems are all, {', '.join(SHORT)}"
-            sys.exit(f"--cases must be like ViT-B/32:4096,16384:cached,towers, got {text!r}; {known}")
-    return found
+            choices = f"models are {', '.join(SIZES)}; systems are all, {', '.join(SHORT)}"
+            sys.exit(f"--cases must be like ViT-B/32:4096,16384:cached,towers, got {text!r}; {choices}")
+    return planned
 
 
-def setting(model: str, rows: int, args: argparse.Namespace, made: tuple[nn.Module, nn.Module], chunk: int) -> StepSetting:
+def setting(
+    model: str, rows: int, args: argparse.Namespace, both_towers: tuple[nn.Module, nn.Module], chunk: int
+) -> StepSetting:
     size = SIZES[model]
     log_scale = nn.Parameter(torch.tensor(2.66, device=args.device))
     images = SyntheticImages(rows, size, args.device)
     return StepSetting(
-        *made, log_scale, images, tokens(rows, args.device), chunk, args.device, autocast=True, backend=args.backend
+        *both_towers, log_scale, images, tokens(rows, args.device), chunk, args.device, autocast=True, backend=args.backend
     )
 
 
@@ -109,48 +111,50 @@ def clear(s: StepSetting) -> None:
     measuring.clear(s.device)
 
 
-def check(record: Record, args: argparse.Namespace, model: str, made: tuple[nn.Module, nn.Module], systems: set[str]) -> None:
-    """Gradients of the systems against the plain step; float32, no autocast."""
-    s = setting(model, CHECK, args, made, CHECK_CHUNK)
+def check(
+    record: Record, args: argparse.Namespace, model: str, both_towers: tuple[nn.Module, nn.Module], systems: set[str]
+) -> None:
+    """Compares the gradients of the systems with the plain step, in float32 without autocast."""
+    s = setting(model, CHECK, args, both_towers, CHECK_CHUNK)
     s.autocast = False
-    wanted: list[Tensor] = []
+    expected: list[Tensor] = []
     for name in (PLAIN, *(name for name in SYSTEMS if name in systems - {PLAIN, ALONE})):
         for p in s.parameters():
             p.grad = None
         value = SYSTEMS[name](s).item()
-        found = [p.grad for p in s.parameters() if p.grad is not None]
-        wanted = wanted or found
-        error, scale = relative_error(found[:-1], wanted[:-1]), (found[-1] / wanted[-1]).item()
+        gradients = [p.grad for p in s.parameters() if p.grad is not None]
+        expected = expected or gradients
+        error, scale = relative_error(gradients[:-1], expected[:-1]), (gradients[-1] / expected[-1]).item()
         verdict = OK if error <= TOLERANCE and abs(scale - 1) <= TOLERANCE else WRONG
         result = {"model": model, "system": name, "loss": value, "error": error, "scale": scale, "status": verdict}
         record["checks"].append(result)
-        record.say(f"{model} {name}: gradient error {error:.1e}, scale's gradient × {scale:.4f} {verdict}")
+        record.say(f"{model} {name}: gradient error {error:.1e}, gradient of the scale × {scale:.4f}, {verdict}")
     clear(s)
     record.save()
 
 
 def measure(s: StepSetting, step: Callable[[StepSetting], Tensor], enough: float, at_least: int = 1) -> dict[str, Any]:
-    """The fastest of up to three steps, as long as they have not taken `enough` seconds, and the peak."""
+    """Measures the fastest of up to three steps, and the peak memory. No step starts after `enough` seconds."""
     clear(s)
     for p in s.parameters():
-        p.grad = torch.zeros_like(p)  # as in every step but the first
-    held = torch.cuda.memory_allocated() if s.device == "cuda" else 0
+        p.grad = torch.zeros_like(p)  # as in every step except the first
+    held_bytes = torch.cuda.memory_allocated() if s.device == "cuda" else 0
     times: list[float] = []
     try:
         while len(times) < at_least or (len(times) < 3 and sum(times) < enough):
-            took, peak = peak_memory(lambda: seconds_of(lambda: step(s), s.device), s.device)
-            times.append(took)
+            seconds, peak = peak_memory(lambda: seconds_of(lambda: step(s), s.device), s.device)
+            times.append(seconds)
     except torch.OutOfMemoryError:
         return {"status": MEMORY}
     finally:
         clear(s)
-    return {"status": OK, "seconds": min(times), "steps": len(times), "peak_bytes": peak, "held_bytes": held}
+    return {"status": OK, "seconds": min(times), "steps": len(times), "peak_bytes": peak, "held_bytes": held_bytes}
 
 
 def loss_seconds(rows: int, width: int, device: str, backend: str) -> float:
-    """Of the loss alone, forward and backward."""
-    made = (torch.randn(rows, width, device=device) for _ in range(2))
-    x, y = (nn.functional.normalize(part, dim=1).bfloat16().requires_grad_() for part in made)
+    """Returns the seconds of only the loss, forward and backward."""
+    random = (torch.randn(rows, width, device=device) for _ in range(2))
+    x, y = (nn.functional.normalize(part, dim=1).bfloat16().requires_grad_() for part in random)
     scale = torch.tensor(14.3, device=device, requires_grad=True)
     work = lambda: mb.clip_loss(x, y, scale, backend=backend).backward()  # noqa: E731
     seconds_of(work, device)
@@ -158,44 +162,46 @@ def loss_seconds(rows: int, width: int, device: str, backend: str) -> float:
 
 
 class Model:
-    """One pair of towers, and its speed so far."""
+    """A pair of towers, and the speed of its measurements so far."""
 
     def __init__(self, record: Record, args: argparse.Namespace, name: str) -> None:
         self.record, self.args, self.name, self.size = record, args, name, SIZES[name]
         self.chunk, self.enough = args.chunk or self.size.chunk, 0.0 if args.tiny else ENOUGH
         image, text, library = towers(self.size, args.device)
-        self.made = image, text
+        self.both_towers = image, text
         record["towers"][name] = library
-        self.pace: dict[str, float] = {}  # pairs a second of each system at the batch before
-        self.marginal: dict[int, float] = {}  # by batch: seconds of one more pair without a kept graph
+        self.pace: dict[str, float] = {}  # pairs per second of each system at the previous batch size
+        self.marginal: dict[int, float] = {}  # by batch size: seconds of one more pair without a kept graph
         self.failed: set[str] = set()
 
     def warm_up(self) -> None:
-        """Compiles kernels and lets libraries choose theirs."""
-        warm = setting(self.name, 2 * self.chunk, self.args, self.made, self.chunk)
+        """Compiles kernels, and lets libraries choose their kernels."""
+        warm = setting(self.name, 2 * self.chunk, self.args, self.both_towers, self.chunk)
         step_with_caching(warm)
         clear(warm)
 
     def run(self, job: Job) -> dict[str, Any]:
-        """One measurement, or why there is none."""
+        """Runs a measurement, or returns the reason why it is skipped."""
         _, rows, name = job
         result = {"model": self.name, "B": rows, "chunk": self.chunk, "system": name}
         if name in self.failed:
-            return result | {"status": MEMORY}  # a smaller batch was
+            return result | {"status": MEMORY}  # a smaller batch ran out of memory
         expected = rows / self.pace.get(name, min(self.pace.values(), default=math.inf))
         encoded = rows
-        known = name in (BUDGET_0, ALONE) or (name == AUTO and rows in self.marginal)  # how long the other chunks would take
-        if expected > self.args.longest and known and rows > CHUNKS_TIMED * self.chunk:
+        can_extend = name in (BUDGET_0, ALONE) or (
+            name == AUTO and rows in self.marginal
+        )  # whether the time of the other chunks is known
+        if expected > self.args.longest and can_extend and rows > CHUNKS_TIMED * self.chunk:
             encoded = CHUNKS_TIMED * self.chunk
             expected *= encoded / rows
         if rows > LARGEST.get(name, rows) or expected > self.record.seconds_left():
             return result | {"status": "too slow to try"}
         self.record.say(
-            f"{self.name} B = {rows} {name}, about {expected:.0f} s a step, {self.record.seconds_left():.0f} s left"
+            f"{self.name} B = {rows} {name}, about {expected:.0f} s per step, {self.record.seconds_left():.0f} s left"
         )
         if name == BUDGET_0:
             result["loss_seconds"] = loss_seconds(rows, self.size.embedding, self.args.device, self.args.backend)
-        result |= self._measured(rows, encoded, name)
+        result |= self._measure(rows, encoded, name)
         if result["status"] != OK:
             self.failed.add(name)
             return result
@@ -204,33 +210,33 @@ class Model:
         self.record.say(f"    {result['pairs_per_second']:.0f} pairs/s, peak {result['peak_bytes'] / 2**30:.2f} GiB")
         return result
 
-    def _measured(self, rows: int, encoded: int, name: str) -> dict[str, Any]:
-        s = setting(self.name, encoded, self.args, self.made, self.chunk)
+    def _measure(self, rows: int, encoded: int, name: str) -> dict[str, Any]:
+        s = setting(self.name, encoded, self.args, self.both_towers, self.chunk)
         if name == REPLAY:
-            s.image, s.images = UnitRange(self.made[0]), read_images_twice(rows, self.size, self.args.workers, seed=rows)
+            s.image, s.images = UnitRange(self.both_towers[0]), read_images_twice(rows, self.size, self.args.workers, seed=rows)
         if encoded == rows or name == ALONE:
-            # The first step that keeps graphs asks the device for memory, piece by piece, which later ones have.
+            # The first step that keeps graphs requests memory from the device in many pieces. Later steps have this memory.
             return measure(s, SYSTEMS.get(name, step_with_caching), self.enough, at_least=2 if name == AUTO else 1)
         rest = (torch.randn(rows - encoded, self.size.embedding, device=s.device) for _ in range(2))
         first, second = (nn.functional.normalize(part, dim=1).requires_grad_() for part in rest)
-        s.beside = first, second
-        found = measure(s, SYSTEMS[name], self.enough)
-        if found["status"] == OK:  # these embeddings are part of a step
+        s.further = first, second
+        result = measure(s, SYSTEMS[name], self.enough)
+        if result["status"] == OK:  # in a real step, these embeddings count for the peak
             size = 2 * first.numel() * first.element_size()
-            found |= {"peak_bytes": found["peak_bytes"] + size, "held_bytes": max(0, found["held_bytes"] - size)}
-        return found
+            result |= {"peak_bytes": result["peak_bytes"] + size, "held_bytes": max(0, result["held_bytes"] - size)}
+        return result
 
     def _extend(self, result: dict[str, Any], encoded: int) -> None:
         """Extends the seconds of the timed chunks to all chunks."""
-        rows, took = result["B"], result["seconds"]
-        if result["system"] in (BUDGET_0, ALONE):  # every chunk takes as long, and the loss comes once
-            self.marginal.setdefault(rows, (took - result.get("loss_seconds", 0.0)) / encoded)
+        rows, timed = result["B"], result["seconds"]
+        if result["system"] in (BUDGET_0, ALONE):  # every chunk takes the same time, and the loss is computed once
+            self.marginal.setdefault(rows, (timed - result.get("loss_seconds", 0.0)) / encoded)
         if encoded < rows:
-            result |= {"encoded": encoded, "timed_seconds": took}
-            result["seconds"] = took + (rows - encoded) * self.marginal[rows]
+            result |= {"encoded": encoded, "timed_seconds": timed}
+            result["seconds"] = timed + (rows - encoded) * self.marginal[rows]
 
 
-COLOURS = {
+COLORS = {
     PLAIN: plots.INK,
     BUDGET_0: plots.GREEN,
     AUTO: plots.MINT,
@@ -240,11 +246,11 @@ COLOURS = {
     ALONE: plots.GREY,
 }
 HEADINGS = ["model", "B", "chunk", "system", "pairs/s"]
-HEADINGS += ["÷ towers alone", "peak GiB", "beyond weights, gradients", "loss, share"]
+HEADINGS += ["÷ towers alone", "peak GiB", "without weights, gradients", "share of loss"]
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """Markdown."""
+    """Returns the Markdown of a record."""
     return paragraphs(_steps(record), _checks(record), _towers(record))
 
 
@@ -254,13 +260,15 @@ def _steps(record: dict[str, Any]) -> str:
     rows = []
     for r in results:
         pace, peak = r.get("pairs_per_second"), r.get("peak_bytes")
-        # The largest batch of the towers alone that is not larger than this one.
+        # The base is the largest batch of the towers alone that is not larger than this batch.
         base = next((b["pairs_per_second"] for b in reversed(bare) if b["model"] == r["model"] and r["B"] >= b["B"]), None)
-        shown = f"{pace:.0f}{' †' if 'encoded' in r else ''}" if pace else r["status"]
-        cells = [r["model"], f"{r['B']:,}", r["chunk"], r["system"], shown, ratio(pace, base, ".3f")]
+        pace_text = f"{pace:.0f}{' †' if 'encoded' in r else ''}" if pace else r["status"]
+        cells = [r["model"], f"{r['B']:,}", r["chunk"], r["system"], pace_text, ratio(pace, base, ".3f")]
         rows.append([*cells, gib(peak and peak + r["held_bytes"]), gib(peak), _loss_share(r)])
-    part = "† Some chunks of the step were timed, with the loss of the whole batch, and extended to all chunks."
-    notes = (part if any("encoded" in r for r in results) else "", record.get("note", ""))
+    footnote = (
+        "† Only some chunks of the step were timed, with the loss of the whole batch. The time is extended to all chunks."
+    )
+    notes = (footnote if any("encoded" in r for r in results) else "", record.get("note", ""))
     return paragraphs(TextTable(HEADINGS, rows, names=(0, 3)).markdown(), *notes)
 
 
@@ -271,31 +279,31 @@ def _loss_share(r: dict[str, Any]) -> str:
 def _checks(record: dict[str, Any]) -> str:
     if not record["checks"]:
         return "Gradients were not compared in this run."
-    headings = ["model", "system", "error of all towers' gradients", "scale's gradient ÷ the right one", ""]
+    headings = ["model", "system", "error of the gradients of the towers", "gradient of the scale ÷ correct value", ""]
     rows = [[c["model"], c["system"], f"{c['error']:.0e}", f"{c['scale']:.4f}", c["status"]] for c in record["checks"]]
-    title = "Gradients against the plain step, float32, a small batch in chunks:"
+    title = "Gradients compared with the plain step, in float32, on a small batch in chunks:"
     return TextTable(headings, rows, title, names=(0, 1, 4)).markdown()
 
 
 def _towers(record: dict[str, Any]) -> str:
     where = ", ".join(f"{model} from {library}" for model, library in record.get("towers", {}).items())
-    return f"Towers: {where}; random weights, synthetic images, bf16 autocast."
+    return f"Towers: {where}. They have random weights. Images are synthetic, and steps use bf16 autocast."
 
 
 def draw(record: dict[str, Any]) -> Any:
-    """For each model, speed and memory against the batch."""
-    found = groups(record["results"], "model")
-    figure, panels = plots.panels(f"One training step; {chip(record)}", 2 * len(found))
-    for i, ((model,), rows) in enumerate(found.items()):  # type: ignore[misc]
+    """Draws speed and memory against the batch size, for each model."""
+    by_model = groups(record["results"], "model")
+    figure, panels = plots.panels(f"One training step; {chip(record)}", 2 * len(by_model))
+    for i, ((model,), rows) in enumerate(by_model.items()):  # type: ignore[misc]
         speed, memory = panels[2 * i : 2 * i + 2]
-        for name, colour in COLOURS.items():
-            chosen = sorted((r for r in rows if r["system"] == name and "seconds" in r), key=lambda r: r["B"])
+        for name, color in COLORS.items():
+            measured = sorted((r for r in rows if r["system"] == name and "seconds" in r), key=lambda r: r["B"])
             style = "--" if name == ALONE else "-"
-            plots.line(speed, [(r["B"], r["pairs_per_second"]) for r in chosen], name, colour, linestyle=style)
+            plots.line(speed, [(r["B"], r["pairs_per_second"]) for r in measured], name, color, linestyle=style)
             if name != ALONE:
-                points = [(r["B"], (r["peak_bytes"] + r["held_bytes"]) / 2**30) for r in chosen if "peak_bytes" in r]
-                plots.line(memory, points, name, colour)
-        for axes, label in ((speed, "pairs a second"), (memory, "peak, GiB")):
+                points = [(r["B"], (r["peak_bytes"] + r["held_bytes"]) / 2**30) for r in measured if "peak_bytes" in r]
+                plots.line(memory, points, name, color)
+        for axes, label in ((speed, "pairs per second"), (memory, "peak, GiB")):
             axes.set_ylabel(f"{label}, {model}")
             axes.set_ylim(0, 1.1 * max((y for line in axes.lines for y in line.get_ydata()), default=1.0))
             plots.batch_axis(axes, [r["B"] for r in rows])
@@ -310,11 +318,13 @@ def parse() -> argparse.Namespace:
         nargs="*",
         default=CASES,
         metavar="MODEL:B,…:SYSTEM,…",
-        help=f"in the order of the models; systems are all, {', '.join(SHORT)} ({' '.join(CASES)})",
+        help=f"cases, grouped by model; systems: all, {', '.join(SHORT)} (default: {' '.join(CASES)})",
     )
-    parser.add_argument("--longest", type=float, default=25.0, help="seconds of a step; of a longer one a part is timed (25)")
-    parser.add_argument("--no-check", action="store_true", help="do not compare gradients first; noted in the result")
-    parser.add_argument("--workers", type=int, default=12, help="threads that read for replay (12)")
+    parser.add_argument(
+        "--longest", type=float, default=25.0, help="seconds of a step; of a longer step, only a part is timed (default: 25)"
+    )
+    parser.add_argument("--no-check", action="store_true", help="do not compare gradients; the report mentions it")
+    parser.add_argument("--workers", type=int, default=12, help="number of threads that read images for replay (default: 12)")
     parser.add_argument("--chunk", type=int, default=0, help="samples encoded at once (default: by model)")
     arguments(parser, "cached_step", 300)
     args = parser.parse_args()
@@ -333,7 +343,7 @@ def main() -> int:
         mine = list(group)
         model = Model(record, args, name)
         if not args.no_check:
-            check(record, args, name, model.made, {job.system for job in mine})
+            check(record, args, name, model.both_towers, {job.system for job in mine})
         model.warm_up()
         for job in mine:
             record["results"].append(model.run(job))

@@ -1,12 +1,13 @@
-"""Decoders as encoders of texts, Qwen3-0.6B and Qwen3-8B by shape: our cached step against sentence-transformers' cached loss.
+"""Compares gradient caching with the cached loss of sentence-transformers, for decoders with the shapes of Qwen3-0.6B and 8B.
 
-The decoders have random weights and pool the last token. Texts are random tokens of lognormal lengths: queries, documents, and
-one hard negative for each query. The 0.6B is trained whole, in float32 under bf16 autocast. The 8B is in bf16 and is trained by
-LoRA; without PEFT (`--peers FOLDER` names a folder that has it), its last layers are trained.
+The decoders have random weights, encode texts, and pool the last token. Texts are random tokens with lognormal lengths. They
+are queries, documents, and one hard negative per query. For the 0.6B model, all weights are trained in float32 with bf16
+autocast. The 8B model has bf16 weights and trains LoRA adapters. Without PEFT, it trains its last layers. `--peers FOLDER` can
+provide PEFT.
 
-Before anything is timed, the gradients of every system are compared with a plain step's, in float32 with a small decoder.
-The first system of each library tries several chunk sizes on the smallest batch, and all of its systems use the best one.
-Layers are compiled where a system says so. A timed step has compiled nothing; else it is timed again.
+Before the timing, the gradients of every system are compared with a plain step, in float32 with a small decoder. The first
+system of each library tries several chunk sizes on the smallest batch, and all systems of the library use the fastest one. Some
+systems compile the layers. If a timed step compiles anything, it is timed again.
 """
 
 import argparse
@@ -61,34 +62,38 @@ from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell, gib, ratio
 from megabatch_train.towers.huggingface import TextEncoder
 
-CHECK, CHECK_TOKENS, TOLERANCE = 12, 200, 1e-3  # float32 against float32, by the length of all gradients
+CHECK, CHECK_TOKENS, TOLERANCE = (
+    12,
+    200,
+    1e-3,
+)  # pairs, tokens of a chunk, relative error of the norm of all gradients in float32
 
 
-WORTH_A_WARM_UP = 10.0  # seconds: longer steps are timed at once, and again if they compiled
+WORTH_A_WARM_UP = 10.0  # seconds; longer steps have no warm-up, and are timed again if they compile
 ATTEMPTS = 2
 
 
 @dataclass(eq=False)
 class Model:
-    """A decoder, and the numbers that later rows need."""
+    """A decoder, and numbers that later rows of the table need."""
 
     shape: Shape
     encoder: TextEncoder | None = None
     trained_parameters: str = ""
-    tokens: dict[str, int] = field(default_factory=dict)  # of a chunk, by library
-    pace: dict[str, float] = field(default_factory=dict)  # seconds of a pair, by system
+    tokens: dict[str, int] = field(default_factory=dict)  # tokens of a chunk, by library
+    pace: dict[str, float] = field(default_factory=dict)  # seconds per pair, by system
 
     def step(self, name: str, pairs: int) -> float:
-        """Seconds that a step will take, by the last one; 0 if there is none."""
+        """Returns the expected seconds of a step, from the last step of the system, or 0 if there is none."""
         return self.pace.get(name, 0.0) * pairs
 
     def needs(self, name: str, pairs: int) -> float:
-        """Seconds that a row will take, with its warm-up and some more."""
+        """Returns the expected seconds of a row, with its warm-up and a margin."""
         return 1.2 * self.step(name, pairs) * (2 if self.step(name, pairs) < WORTH_A_WARM_UP else 1)
 
 
 class Bench:
-    """The measurements of all shapes."""
+    """Measures all shapes."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, device_of(args)
@@ -97,7 +102,7 @@ class Bench:
         self.longest = 64 if args.tiny else LONGEST
 
     def check(self) -> None:
-        """Gradients of every system that is not compiled against the plain step's, whole and with adapters."""
+        """Compares the gradients of every system that is not compiled with the plain step, for all weights and for adapters."""
         for shape in TINY:
             encoder, trained = decoder(shape, self.device, half=False)
             s = Setting(
@@ -105,7 +110,7 @@ class Bench:
             )
             encoder.pad()
             plain(s)
-            wanted = take_gradients(encoder)
+            expected = take_gradients(encoder)
             for name, step in SYSTEMS.items():
                 if name in WITH_COMPILER or self.usable[name] != OK:
                     continue
@@ -113,9 +118,9 @@ class Bench:
                 try:
                     step.prepare(encoder)
                     step(s)
-                    result["gradient_error"] = relative_error(take_gradients(encoder), wanted)
+                    result["gradient_error"] = relative_error(take_gradients(encoder), expected)
                     result["status"] = OK if result["gradient_error"] <= TOLERANCE else WRONG
-                except Exception as error:  # a library may fail in any way; the others are still measured
+                except Exception as error:  # a library can fail in any way; the others are still measured
                     result["status"] = failure(error)
                 self.usable[name] = result["status"]
                 self.record["checks"].append(result)
@@ -125,14 +130,14 @@ class Bench:
             self.usable[name] = self.usable[same] if self.device == "cuda" else "only on a GPU"
 
     def run(self, shapes: Sequence[Shape]) -> None:
-        """The smallest batch of all models first, each with a report."""
+        """Measures all rows, the smallest batch of all models first, and writes a report after each row."""
         for model, batch, name in rows_of([Model(shape) for shape in shapes]):
             self.record["results"].append(self.row(model, batch, name))
             self.record.save()
             write_report(self.record.path, markdown, draw)
 
     def row(self, model: Model, batch: int, name: str) -> dict[str, Any]:
-        """One row of the table, if there is time for it."""
+        """Measures a row of the table if the time is sufficient."""
         system, shape, pairs = SYSTEMS[name], model.shape, model.shape.batches[batch]
         status = self.usable[name]
         if status == OK and (self.record.seconds_left() <= 0 or model.needs(name, pairs) > self.record.seconds_left()):
@@ -140,26 +145,26 @@ class Bench:
         result: dict[str, Any] = {"model": shape.name, "B": pairs, "system": name, "status": status}
         if result["status"] != OK:
             return result
-        told = f"{shape.name} B = {pairs} {name}"
+        message = f"{shape.name} B = {pairs} {name}"
         try:
             self.prepare(model)
             self.measure(model, batch, name, result)
-        except Exception as error:  # a library may fail in any way; the others are still measured
+        except Exception as error:  # a library can fail in any way; the others are still measured
             result["status"] = failure(error)
         if result["status"] == OK:
             model.pace[name], model.tokens[system.library] = result["seconds"] / pairs, result["chunk_tokens"]
             peak = result["peak_bytes"] / 2**30
-            told += f": {result['seconds']:.2f} s, {pairs / result['seconds']:.0f} pairs/s, {peak:.1f} GiB"
-            self.record.say(f"{told}, loss {result['loss']:.4f}")
+            message += f": {result['seconds']:.2f} s, {pairs / result['seconds']:.0f} pairs/s, {peak:.1f} GiB"
+            self.record.say(f"{message}, loss {result['loss']:.4f}")
         else:
-            self.record.say(f"{told}: {result['status']}")
+            self.record.say(f"{message}: {result['status']}")
         if model.encoder is not None:
             take_gradients(model.encoder)
         clear(self.device)
         return result
 
     def prepare(self, model: Model) -> None:
-        """Makes the decoder, when it is first needed."""
+        """Builds the decoder if it does not exist yet."""
         if model.encoder is not None:
             return
         shape = model.shape
@@ -172,72 +177,74 @@ class Bench:
         self.record.say(f"{shape.name}: {model.trained_parameters}")
 
     def measure(self, model: Model, batch: int, name: str, result: dict[str, Any]) -> None:
-        """The fastest step of those with the chunk sizes in question."""
+        """Measures a step with each chunk size to try, and keeps the fastest."""
         system, shape = SYSTEMS[name], model.shape
         assert model.encoder is not None
         columns = texts(shape.batches[batch], shape.config["vocab_size"], self.device, self.longest)
         result["tokens"] = sum(int(column["attention_mask"].sum()) for column in columns)
-        known = model.tokens.get(system.library)
-        tried: dict[int, dict[str, Any]] = {}
-        for tokens in shape.tokens if known is None else (known,):
+        known_tokens = model.tokens.get(system.library)
+        measurements: dict[int, dict[str, Any]] = {}
+        for tokens in shape.tokens if known_tokens is None else (known_tokens,):
             s = Setting(model.encoder, columns, tokens, self.device)
             try:
                 if model.step(name, shape.batches[batch]) < WORTH_A_WARM_UP:
-                    self.warm_up(f"{shape.name} {name}", system, s, first=not tried and name not in model.pace)
+                    self.warm_up(f"{shape.name} {name}", system, s, first=not measurements and name not in model.pace)
                 elif system.library == OURS_LIBRARY:
                     rehearse_loss(s)
-                tried[tokens] = self.step(system, s)
-            except Exception:  # larger chunks would fail too
-                if not tried:
+                measurements[tokens] = self.step(system, s)
+            except Exception:  # larger chunks would fail, too
+                if not measurements:
                     raise
                 break
-        if known is None:
-            times = ", ".join(f"{tokens}: {found['seconds']:.2f} s" for tokens, found in tried.items())
+        if known_tokens is None:
+            times = ", ".join(f"{tokens}: {measurement['seconds']:.2f} s" for tokens, measurement in measurements.items())
             self.record.say(f"{shape.name} {name}, chunks of tokens {times}")
-        result |= min(tried.values(), key=lambda found: float(found["seconds"]))
+        result |= min(measurements.values(), key=lambda measurement: float(measurement["seconds"]))
 
     def warm_up(self, what: str, system: System, s: Setting, *, first: bool) -> None:
-        """A step of the same batch, which compiles kernels and requests memory.
+        """Runs a step of the same batch, which compiles kernels and requests memory.
 
-        The very first one begins with documents, because the compiler chooses kernels by the first chunk that it sees, and
-        queries are few tokens.
+        The first warm-up begins with documents, because the compiler chooses kernels for the first chunk, and queries have few
+        tokens.
         """
-        begun, before = time.perf_counter(), compilations()
+        start, before = time.perf_counter(), compilations()
         system.prepare(s.encoder)
         if first and system.compiled:
             system(dataclasses.replace(s, columns=s.columns[::-1]))
         self.seconds(system, s)
         take_gradients(s.encoder)
         if compilations() > before:
-            self.record.say(f"{what}: {compilations() - before} compilations, {time.perf_counter() - begun:.0f} s")
+            self.record.say(f"{what}: {compilations() - before} compilations, {time.perf_counter() - start:.0f} s")
 
     def step(self, system: System, s: Setting) -> dict[str, Any]:
-        """A step that compiles nothing: its time, its peak beyond weights and gradients, its loss."""
-        found: dict[str, Any] = {"chunk_tokens": s.tokens}
+        """Measures a step that compiles nothing. Returns its time, its loss, and its peak without weights and gradients."""
+        result: dict[str, Any] = {"chunk_tokens": s.tokens}
         for _ in range(ATTEMPTS):
             take_gradients(s.encoder)
             system.prepare(s.encoder)
             for p in s.encoder.parameters():
-                p.grad = torch.zeros_like(p) if p.requires_grad else None  # as in every step but the first
+                p.grad = torch.zeros_like(p) if p.requires_grad else None  # as in every step except the first
             before = compilations()
-            found["seconds"], found["peak_bytes"] = peak_memory(lambda: self.seconds(system, s, found), self.device)
+            result["seconds"], result["peak_bytes"] = peak_memory(lambda: self.seconds(system, s, result), self.device)
             if compilations() == before:
-                return found
-            self.record.say(f"a timed step had {compilations() - before} compilations, {found['seconds']:.1f} s; once more")
-        raise RuntimeError("compiles in every step")
+                return result
+            self.record.say(
+                f"a timed step had {compilations() - before} compilations and took {result['seconds']:.1f} s; it is timed again"
+            )
+        raise RuntimeError("every step compiles")
 
-    def seconds(self, system: System, s: Setting, found: dict[str, Any] | None = None) -> float:
-        """Of one step."""
-        begun = now(self.device)
+    def seconds(self, system: System, s: Setting, result: dict[str, Any] | None = None) -> float:
+        """Returns the seconds of a step."""
+        start = now(self.device)
         value = system(s)
-        seconds = now(self.device) - begun
-        if found is not None:
-            found["loss"] = value.item()
+        seconds = now(self.device) - start
+        if result is not None:
+            result["loss"] = value.item()
         return seconds
 
 
 def rows_of(models: Sequence[Model]) -> list[tuple[Model, int, str]]:
-    """Rows of the table in the order of measurement: (model, number of the batch, system)."""
+    """Returns the rows of the table as (model, index of the batch, system), in the order of measurement."""
     return [
         (model, batch, name)
         for batch in range(max(len(model.shape.batches) for model in models))
@@ -249,71 +256,78 @@ def rows_of(models: Sequence[Model]) -> list[tuple[Model, int, str]]:
 
 HEADINGS = ["model", "B", "system", "step, s", "pairs/s"]
 HEADINGS += ["× best of sentence-transformers", "peak GiB"]
-COLOURS = (plots.GREEN, plots.ORANGE, plots.OCHRE, plots.MINT, plots.BLUE, plots.VIOLET, plots.GREY)
+COLORS = (plots.GREEN, plots.ORANGE, plots.OCHRE, plots.MINT, plots.BLUE, plots.VIOLET, plots.GREY)
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """Markdown."""
+    """Returns the Markdown of a record."""
     errors: dict[str, float] = {}
     for check in record["checks"]:
         errors[check["system"]] = max(errors.get(check["system"], 0.0), check.get("gradient_error", 0.0))
     rows = []
-    models = _measured(record)
-    results = sorted(  # measured batch by batch
+    models = _list_measured(record)
+    results = sorted(  # they were measured batch by batch
         (r for r in record["results"] if r["model"] in models), key=lambda r: (models.index(r["model"]), r["B"])
     )
     for (model, B), group in groups(results, "model", "B").items():
         best = min((r["seconds"] for r in group if "seconds" in r and r["system"].startswith(THEIRS)), default=None)
         for r in group:
-            took = r.get("seconds")
-            cells = [model, f"{B:,}", r["system"], cell(took, ".2f") or r["status"], ratio(B, took, ".0f"), ratio(best, took)]
+            seconds = r.get("seconds")
+            cells = [
+                model,
+                f"{B:,}",
+                r["system"],
+                cell(seconds, ".2f") or r["status"],
+                ratio(B, seconds, ".0f"),
+                ratio(best, seconds),
+            ]
             rows.append([*cells, gib(r.get("peak_bytes")), cell(r.get("loss"), ".4f"), cell(errors.get(r["system"]), ".0e")])
-    trained = "; ".join(
-        f"{name}: {about['parameters'] / 1e6:,.0f} M parameters, trained: {about['trained']} "
-        f"({about['trained_parameters'] / 1e6:,.1f} M)"
-        for name, about in record["models"].items()
+    models_in_words = "; ".join(
+        f"{name}: {entry['parameters'] / 1e6:,.0f} M parameters, trained: {entry['trained']} "
+        f"({entry['trained_parameters'] / 1e6:,.1f} M)"
+        for name, entry in record["models"].items()
         if name in models
     )
-    about = (
-        f"{trained}. Each pair has a hard negative; all of them are negatives of every query. Chunks: the fastest of several "
-        "sizes for each system. Peak: memory beyond weights and gradients. Gradient error: relative to a plain step of a small "
-        "decoder in float32."
+    notes = (
+        f"{models_in_words}. Each pair has a hard negative, and all hard negatives are negatives of every query. Chunk sizes: "
+        "the fastest of several sizes for each library. Peak: memory in addition to weights and gradients. Gradient error: "
+        "relative to a plain step of a small decoder in float32."
     )
     return paragraphs(
         TextTable([*HEADINGS, "loss", "gradient error"], rows, names=(0, 2)).markdown(),
-        f"{about} {_largest(results)}".strip(),
+        f"{notes} {_describe_memory_per_pair(results)}".strip(),
     )
 
 
-def _measured(record: dict[str, Any]) -> list[str]:
-    """The models with a measurement; a run may end before the last of them."""
+def _list_measured(record: dict[str, Any]) -> list[str]:
+    """Returns the models that have a measurement, because a run can end before the last model."""
     return list(dict.fromkeys(r["model"] for r in record["results"] if "seconds" in r))
 
 
-def _largest(results: list[dict[str, Any]]) -> str:
-    """What a further pair costs in memory, by the two largest batches of each system. Smaller ones do not fill a chunk."""
-    said = []
+def _describe_memory_per_pair(results: list[dict[str, Any]]) -> str:
+    """Returns the memory of one more pair, from the two largest batches. Smaller batches do not fill a chunk."""
+    parts = []
     for (model, system), group in groups([r for r in results if "seconds" in r], "model", "system").items():
         largest = sorted(group, key=lambda r: r["B"])[-2:]
         if len(largest) == 2:
             few, many = largest
             each = (many["peak_bytes"] - few["peak_bytes"]) / (many["B"] - few["B"])
-            said.append(f"{model}, {system}: {each / 2**10:,.0f} KiB")
-    return f"Memory of one pair more, between the two largest batches: {'; '.join(said)}." if said else ""
+            parts.append(f"{model}, {system}: {each / 2**10:,.0f} KiB")
+    return f"Memory of one more pair, between the two largest batches: {'; '.join(parts)}." if parts else ""
 
 
 def draw(record: dict[str, Any]) -> Any:
-    """Speed of each model against the batch."""
-    models = _measured(record)
+    """Draws the speed of each model against the batch size."""
+    models = _list_measured(record)
     if not models:
         return None
     figure, panels = plots.panels(f"One step with hard negatives; {chip(record)}", len(models))
     for axes, model in zip(panels, models, strict=True):
         rows = [r for r in record["results"] if r["model"] == model]
-        for name, colour in zip(dict.fromkeys(r["system"] for r in rows), COLOURS, strict=False):
+        for name, color in zip(dict.fromkeys(r["system"] for r in rows), COLORS, strict=False):
             points = sorted((r["B"], r["B"] / r["seconds"]) for r in rows if r["system"] == name and "seconds" in r)
-            plots.line(axes, points, name, colour)
-        axes.set_ylabel(f"pairs a second, {model}")
+            plots.line(axes, points, name, color)
+        axes.set_ylabel(f"pairs per second, {model}")
         plots.batch_axis(axes, [r["B"] for r in rows])
         axes.set_ylim(0, None)
         plots.label_lines(axes)
@@ -322,8 +336,10 @@ def draw(record: dict[str, Any]) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=["0.6B", "8B"], choices=["0.6B", "8B"], help="both by default")
-    parser.add_argument("--peers", type=Path, help="folder of packages, such as PEFT")
+    parser.add_argument(
+        "--models", nargs="*", default=["0.6B", "8B"], choices=["0.6B", "8B"], help="models to measure (default: both)"
+    )
+    parser.add_argument("--peers", type=Path, help="folder with further packages, such as PEFT")
     arguments(parser, "decoders_gpu", 400)
     args = parser.parse_args()
     if args.peers is not None:

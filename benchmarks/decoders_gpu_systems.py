@@ -18,10 +18,10 @@ from megabatch_train.towers.lora import LoraConfig, inject
 from megabatch_train.towers.tower import compile_layers, compiler_settings, layers
 
 SCALE, RANK = 20.0, 16
-LONGEST, SPREAD = 512, 0.6  # tokens; the deviation of the logarithm of lengths
-MEANS = (24, 128, 128)  # tokens of a query, a document, a hard negative
-PADDING = 4  # the longest text ÷ the mean of documents
-TRAINED_LAYERS = 4  # of the 8B without PEFT
+LONGEST, SPREAD = 512, 0.6  # most tokens of a text; standard deviation of the logarithm of lengths
+MEANS = (24, 128, 128)  # mean number of tokens of a query, a document and a hard negative
+PADDING = 4  # length of the longest text ÷ mean length of documents
+TRAINED_LAYERS = 4  # trained layers of the 8B model without PEFT
 OURS, PADDED, COMPILED = "megabatch, packed", "megabatch, padded", "megabatch, packed, compiled"
 KEPT = "megabatch, packed, compiled, graphs kept"
 OURS_LIBRARY, THEIRS = "megabatch", "sentence-transformers"
@@ -31,13 +31,13 @@ Features = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder, and what is measured of it."""
+    """A decoder, and the sizes of its measurements."""
 
     name: str
     config: dict[str, Any]
-    adapters: bool  # LoRA in bf16 weights, or all weights in float32
+    adapters: bool  # whether to train LoRA adapters of bf16 weights, or all weights in float32
     batches: tuple[int, ...]  # pairs, in ascending order
-    tokens: tuple[int, ...]  # of a chunk with its padding, to choose from, in ascending order
+    tokens: tuple[int, ...]  # numbers of tokens of a chunk with padding, to choose from, in ascending order
 
 
 _HEADS = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151669, "max_position_embeddings": 32768}
@@ -61,11 +61,11 @@ TINY = [Shape("tiny, whole", _TINY, False, (8, 24), (256, 1024)), Shape("tiny, i
 
 
 class Texts(nn.Module):
-    """The decoder as sentence-transformers calls it: padded texts, the state of the last token.
+    """The decoder with the interface of sentence-transformers, for padded texts. It returns the state of the last token.
 
-    With a `multiple`, widths are the next multiple above the longest text, and a text alone is encoded twice. So every
-    mini-batch has a mask, aligned for PyTorch's attention, and more than one text. These are conditions of compiled layers,
-    which would be compiled again where they change.
+    With a `multiple`, texts are padded to the next multiple above the longest text, and a mini-batch of one text is encoded
+    twice. So every mini-batch has more than one text, and a mask that is aligned for the attention of PyTorch. If these
+    conditions changed, the compiler would compile the layers again.
     """
 
     def __init__(self, encoder: TextEncoder, multiple: int = 0) -> None:
@@ -73,7 +73,7 @@ class Texts(nn.Module):
         self.encoder, self.multiple = encoder, multiple
 
     def forward(self, features: Features) -> Features:
-        """Embeddings beside the features."""
+        """Returns the features and the embeddings."""
         ids, mask = features["input_ids"], features["attention_mask"]
         if self.multiple:
             ids, mask = (F.pad(part, (0, self.multiple - part.shape[1] % self.multiple)) for part in (ids, mask))
@@ -87,61 +87,61 @@ class Setting:
 
     encoder: TextEncoder
     columns: list[Features]
-    tokens: int  # of a chunk with its padding
+    tokens: int  # tokens of a chunk with padding
     device: str
     autocast: bool = True
 
     def cast(self) -> Any:
-        """The autocast region of a step."""
+        """Returns the autocast context of a step."""
         return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.autocast and self.device == "cuda")
 
 
 def decoder(shape: Shape, device: str, half: bool) -> tuple[TextEncoder, str]:
-    """The decoder with random weights, and what of it is trained."""
+    """Returns the decoder with random weights, and words for its trained parameters."""
     from transformers import AutoModel, Qwen3Config
 
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
+    old_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if half else torch.float32)
     try:
         with torch.device(device):
             model = AutoModel.from_config(Qwen3Config(**shape.config))
     finally:
-        torch.set_default_dtype(before)
-    trained = "all weights"
+        torch.set_default_dtype(old_dtype)
+    trained_in_words = "all weights"
     if shape.adapters:
         try:
             inject(model, LoraConfig(RANK))
-            trained = f"LoRA of rank {RANK}"
+            trained_in_words = f"LoRA of rank {RANK}"
         except ModuleNotFoundError:
-            trained = f"the last {TRAINED_LAYERS} layers"
+            trained_in_words = f"the last {TRAINED_LAYERS} layers"
             model.requires_grad_(False)
             for layer in model.layers[-TRAINED_LAYERS:]:
                 layer.float().requires_grad_(True)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.01)
-    return TextEncoder(model).to(device), trained
+    return TextEncoder(model).to(device), trained_in_words
 
 
 def texts(pairs: int, vocabulary: int, device: str, longest: int) -> list[Features]:
-    """Queries, documents and hard negatives; the first tokens of a document are its query's."""
+    """Returns queries, documents and hard negatives. A document begins with the first tokens of its query."""
     generator = torch.Generator().manual_seed(0)
-    found = []
+    columns = []
     for mean in MEANS:
         center = math.log(min(mean, longest / 3)) - SPREAD**2 / 2
-        drawn = (torch.randn(pairs, generator=generator) * SPREAD + center).exp()
-        lengths = drawn.round().long().clamp(4, longest)
+        random_lengths = (torch.randn(pairs, generator=generator) * SPREAD + center).exp()
+        lengths = random_lengths.round().long().clamp(4, longest)
         ids = torch.randint(5, vocabulary, (pairs, int(lengths.max())), generator=generator)
-        if found:
-            ids[:, :4] = found[0]["input_ids"][:, :4].cpu()
+        if columns:
+            ids[:, :4] = columns[0]["input_ids"][:, :4].cpu()
         mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-        found.append({"input_ids": ids.to(device), "attention_mask": mask.to(device)})
-    return found
+        columns.append({"input_ids": ids.to(device), "attention_mask": mask.to(device)})
+    return columns
 
 
 def plain(s: Setting) -> Tensor:
-    """One graph over everything, and a dense loss."""
+    """A step with one graph for the whole batch, and a dense loss."""
     with s.cast():
         query, key, hard = (s.encoder(**column) for column in s.columns)
         loss = F.cross_entropy(SCALE * query @ torch.cat([key, hard]).T, torch.arange(len(query), device=query.device))
@@ -158,17 +158,19 @@ class _Loss:
 
 
 def ours(s: Setting, budget: Budget = None) -> Tensor:
-    """`cached_backward`; hard negatives are further documents."""
+    """A step with `cached_backward`. Hard negatives are further documents."""
     query, key, hard = s.columns
     width = max(key["input_ids"].shape[1], hard["input_ids"].shape[1])
-    both = {name: torch.cat([F.pad(part[name], (0, width - part[name].shape[1])) for part in (key, hard)]) for name in query}
-    sizes = [max(1, s.tokens // column["input_ids"].shape[1]) for column in (query, both)]
+    documents = {
+        name: torch.cat([F.pad(part[name], (0, width - part[name].shape[1])) for part in (key, hard)]) for name in query
+    }
+    sizes = [max(1, s.tokens // column["input_ids"].shape[1]) for column in (query, documents)]
     with s.cast():
-        return mb.cached_backward(_Loss(), [(s.encoder, query), (s.encoder, both)], chunk_size=sizes, budget=budget)
+        return mb.cached_backward(_Loss(), [(s.encoder, query), (s.encoder, documents)], chunk_size=sizes, budget=budget)
 
 
 def rehearse_loss(s: Setting) -> None:
-    """Compiles the kernels of our loss for this batch."""
+    """Compiles the kernels of megabatch's loss for this batch."""
     rows, width = len(s.columns[0]["input_ids"]), s.encoder.model.config.hidden_size
     query, second = (torch.randn(count, width, device=s.device, requires_grad=True) for count in (rows, 2 * rows))
     with s.cast():
@@ -177,9 +179,9 @@ def rehearse_loss(s: Setting) -> None:
 
 
 def theirs(s: Setting, *, by_tokens: bool = False, multiple: int = 0) -> Tensor:
-    """`CachedMultipleNegativesRankingLoss`, in mini-batches of as many texts or tokens.
+    """A step with `CachedMultipleNegativesRankingLoss`, in mini-batches with a number of texts or of tokens.
 
-    It counts tokens without padding, and pads the texts of a mini-batch, which are not sorted, to the longest of them.
+    The loss counts tokens without padding. It does not sort texts, and pads a mini-batch to its longest text.
     """
     try:
         from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss as Loss
@@ -199,16 +201,16 @@ def theirs(s: Setting, *, by_tokens: bool = False, multiple: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class System:
-    """A step, and how the decoder is prepared for it, which is not timed."""
+    """A step, and the preparation of the decoder, which is not timed."""
 
     step: Callable[[Setting], Tensor]
     library: str
-    batches: int  # of a shape, beginning with the smallest: slow systems take no part in large ones
+    batches: int  # number of batches of a shape, smallest first, because slow systems skip large batches
     packed: bool = False
     compiled: bool = False
 
     def prepare(self, encoder: TextEncoder) -> None:
-        """Packs or pads texts, and compiles layers, or calls them as they are."""
+        """Sets whether texts are packed or padded, and whether layers are compiled."""
         for block in layers(encoder):
             block._compiled_call_impl = None
         if not self.packed:
@@ -224,13 +226,13 @@ class System:
             block._compiled_call_impl = call
 
     def __call__(self, s: Setting) -> Tensor:
-        """One step: gradients in the decoder, and the loss."""
+        """Runs a step. Adds gradients to the decoder and returns the loss."""
         with compiler_settings(strict=True) if self.compiled else nullcontext():
             return self.step(s)
 
 
-_COMPILED: dict[TextEncoder, list[Any]] = {}  # calls of the layers, which all systems share
-SYSTEMS = {  # the first of a library chooses the chunk size of all
+_COMPILED: dict[TextEncoder, list[Any]] = {}  # compiled calls of the layers, which all systems share
+SYSTEMS = {  # the first system of a library chooses the chunk size for all its systems
     COMPILED: System(ours, OURS_LIBRARY, 4, packed=True, compiled=True),
     THEIRS_COMPILED: System(lambda s: theirs(s, by_tokens=True, multiple=8), THEIRS, 2, compiled=True),
     KEPT: System(lambda s: ours(s, budget="auto"), OURS_LIBRARY, 2, packed=True, compiled=True),
@@ -243,7 +245,7 @@ WITH_COMPILER = {COMPILED: OURS, KEPT: OURS, THEIRS_COMPILED: THEIRS_TOKENS}
 
 
 def compilations() -> int:
-    """So far, by the compiler of PyTorch, in this process."""
+    """Returns the number of compilations of PyTorch in this process so far."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

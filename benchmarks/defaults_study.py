@@ -1,16 +1,16 @@
-"""Does a run without flags learn? Trains open_clip models from scratch on Flickr8k with default settings.
+"""Does a run without flags learn? Trains open_clip models from random weights on Flickr8k with default settings.
 
     python benchmarks/defaults_study.py --data FOLDER --seconds 500                        one GPU, minutes
     python benchmarks/defaults_study.py --data FOLDER --models replica --batches 64        a CPU, an hour
     python benchmarks/report.py benchmarks/results/defaults_study.jsonl                    table and plot, on any machine
 
-Each run is a line in defaults_study.jsonl and is not repeated, so the study can be cut into slices (`--seconds`). The smallest
-runs come first. `replica` has the width and depth of ViT-B-32, but images of four patches and texts of 16 tokens,
-so that a CPU can train it.
+Each run writes a line to defaults_study.jsonl and is not repeated, so several calls with `--seconds` can complete the study.
+The smallest runs are first. The model `replica` has the width and depth of ViT-B-32, but images of four patches and texts of 16
+tokens, so that a CPU can train it.
 
 Settings:
     defaults   no flags
-    fast       the learning rate rises to 5e-4 within a tenth of the run
+    fast       the learning rate increases to 5e-4 within a tenth of the run
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from flickr8k_data import HELD_OUT, TEST, TRAIN, Captioned, invented, read
+from flickr8k_data import HELD_OUT, TEST, TRAIN, Captioned, make_noise, read
 
 from megabatch.world import World
 from megabatch_train import machine, towers
@@ -54,12 +54,12 @@ REPLICAS = {
     },
 }
 RECALLS = ("image_to_text_R@10", "text_to_image_R@10")
-LAST = 5  # steps whose mean is the loss at the end
-FIRST_GUESS = 3000.0  # pairs a second, until a run of the model has been timed
+LAST = 5  # the table shows the mean loss of the last steps
+FIRST_GUESS = 3000.0  # assumed pairs per second, until a run of the model has been timed
 
 
 class Setting(NamedTuple):
-    """One run."""
+    """The settings of a run."""
 
     model: str
     batch_size: int
@@ -69,93 +69,93 @@ class Setting(NamedTuple):
 
 
 class Study:
-    """Runs that are not in the file yet, while there is time."""
+    """Makes the runs that are not in the file, until the time limit."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.file: Path = options.output / f"{options.name}.jsonl"
         self.until = time.monotonic() + options.seconds
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.pictures = invented(48) if options.data is None else read(options.data)
+        self.pictures = make_noise(48) if options.data is None else read(options.data)
         self.held_out = 12 if options.data is None else HELD_OUT
         self.machine = machine.summary(machine.describe())
-        self.rates: dict[str, float] = {}  # pairs a second of each model
-        self.data: dict[str, tuple[Resident, Resident]] = {}  # of each model, for training and for the test
+        self.rates: dict[str, float] = {}  # pairs per second of each model
+        self.data: dict[str, tuple[Resident, Resident]] = {}  # training data and test data of each model
 
     def work(self) -> None:
         """Makes the runs, smallest first."""
-        known = {setting_of(line) for line in results.read(self.file)} if self.file.exists() else set()
-        for wanted in sorted(self.wanted() - known, key=lambda one: (one.batch_size * one.steps, *one)):
-            expected = wanted.batch_size * wanted.steps / self.rates.get(wanted.model, FIRST_GUESS)
+        finished = {setting_of(line) for line in results.read(self.file)} if self.file.exists() else set()
+        for setting in sorted(self.list_runs() - finished, key=lambda one: (one.batch_size * one.steps, *one)):
+            expected = setting.batch_size * setting.steps / self.rates.get(setting.model, FIRST_GUESS)
             if time.monotonic() + expected > self.until:
-                print(f"no time for {' '.join(map(str, wanted))}", flush=True)
+                print(f"no time for {' '.join(map(str, setting))}", flush=True)
                 continue
-            line = self.run(wanted)
-            self.rates[wanted.model] = wanted.batch_size * wanted.steps / line["seconds"]
+            line = self.run(setting)
+            self.rates[setting.model] = setting.batch_size * setting.steps / line["seconds"]
             results.append(self.file, line)
             print(
-                f"{' '.join(map(str, wanted))}: loss {line['losses'][-1]:.3f}, log B {math.log(wanted.batch_size):.3f}",
+                f"{' '.join(map(str, setting))}: loss {line['losses'][-1]:.3f}, log B {math.log(setting.batch_size):.3f}",
                 flush=True,
             )
 
-    def wanted(self) -> set[Setting]:
-        """All runs that the command line names."""
-        given = self.options
+    def list_runs(self) -> set[Setting]:
+        """Returns all runs that the command line names."""
+        options = self.options
         return {
             Setting(model, batch, steps, seed, settings)
-            for model in given.models
-            for batch in given.batches
-            for steps in given.steps
-            for seed in given.seeds
-            for settings in given.settings
+            for model in options.models
+            for batch in options.batches
+            for steps in options.steps
+            for seed in options.seeds
+            for settings in options.settings
         }
 
-    def run(self, wanted: Setting) -> dict[str, Any]:
-        """Trains to the last step, whatever the loss does, and evaluates."""
-        name = add_replica(wanted.model) if wanted.model in REPLICAS else wanted.model
+    def run(self, setting: Setting) -> dict[str, Any]:
+        """Trains a model to the last step, even if the loss does not decrease, and evaluates it."""
+        name = add_replica(setting.model) if setting.model in REPLICAS else setting.model
         config = configs.resolve(
             {
                 "data": "Flickr8k",
                 "model": f"open_clip:{name}",
-                "batch_size": wanted.batch_size,
-                "steps": wanted.steps,
-                "seed": wanted.seed,
+                "batch_size": setting.batch_size,
+                "steps": setting.steps,
+                "seed": setting.seed,
                 "collapse": "warn",
                 "workers": 0,
-                # The same gradients, but no time for compilation and for the search, and three studies fit on one GPU.
+                # Without compilation and the search for a chunk size, gradients are the same. Three studies fit on a GPU.
                 "compile": "off",
                 "chunk_size": 512,
                 "memory": {"graphs": 0.2},
-                "checkpoint": {"every": wanted.steps, "minutes": 0.0, "keep": 1},
+                "checkpoint": {"every": setting.steps, "minutes": 0.0, "keep": 1},
             },
-            SETTINGS[wanted.settings],
+            SETTINGS[setting.settings],
         )
-        torch.manual_seed(wanted.seed)
+        torch.manual_seed(setting.seed)
         pair = towers.load(config.model)
-        train, test = self.prepare(wanted.model, pair)
+        train, test = self.prepare(setting.model, pair)
         folder = Path(tempfile.mkdtemp(prefix="defaults-study-"))
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             trainer = Trainer(config, pair, train, folder, validation=test, observers=[MetricsFile()], world=World(self.device))
-            found = trainer.fit()
+            metrics = trainer.fit()
             records = [record for record in results.read(folder / METRICS) if "loss" in record]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        assert found is not None
+        assert metrics is not None
         return {
-            **wanted._asdict(),
+            **setting._asdict(),
             "losses": [round(record["loss"], 4) for record in records],
             "spreads": [float(f"{record['spread']:.3g}") for record in records],
             "highest_rate": max(record["learning_rate"] for record in records),
             "problems": [record["problem"] for record in records if "problem" in record],
-            **{name: found[name] for name in RECALLS},
+            **{name: metrics[name] for name in RECALLS},
             "images": self.held_out,
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": round(time.monotonic() - start, 1),
             "machine": self.machine,
         }
 
     def prepare(self, model: str, pair: towers.Pair) -> tuple[Resident, Resident]:
-        """The pairs for training and for the test on the device, prepared once for each model."""
+        """Returns the training pairs and the test pairs on the device. They are prepared once for each model."""
         if model not in self.data:
             train, test = (
                 Resident(Captioned(self.pictures, self.held_out, part), pair.towers, self.device, augment=part == TRAIN)
@@ -166,37 +166,37 @@ class Study:
 
 
 def setting_of(line: dict[str, Any]) -> Setting:
-    """The run that a line is of."""
+    """Returns the settings of the run of a line."""
     return Setting(*(line[name] for name in Setting._fields))
 
 
 def add_replica(name: str) -> str:
-    """Adds a model to open_clip's and returns its name there."""
+    """Adds a model to open_clip and returns its name."""
     import open_clip
 
     full_name = f"defaults-study-{name}"
     if full_name not in open_clip.list_models():
         with tempfile.TemporaryDirectory() as folder:
-            place = Path(folder) / f"{full_name}.json"
-            place.write_text(json.dumps(REPLICAS[name]))
-            open_clip.add_model_config(place)
+            config_file = Path(folder) / f"{full_name}.json"
+            config_file.write_text(json.dumps(REPLICAS[name]))
+            open_clip.add_model_config(config_file)
     return full_name
 
 
 def report(path: Path) -> str:
-    """Writes the table (.md) and the plot (.svg) beside the file, and returns the table as text."""
+    """Writes the table (.md) and the plot (.svg) into the folder of the file. Returns the table as text."""
     lines = results.read(path)
     lines.sort(key=lambda line: (line["model"], line["batch_size"], line["steps"], line["settings"], line["seed"]))
-    found = table(lines)
+    report_table = table(lines)
     machines = ", ".join(dict.fromkeys(line["machine"] for line in lines))
-    path.with_suffix(".md").write_text(f"{found.markdown()}\n\nMachine: {machines}.\n")
+    path.with_suffix(".md").write_text(f"{report_table.markdown()}\n\nMachine: {machines}.\n")
     if plots.available():
         plots.save(draw(lines), path.with_suffix(".svg"))
-    return found.text()
+    return report_table.text()
 
 
 def table(lines: list[dict[str, Any]]) -> TextTable:
-    """A row for each run."""
+    """Returns the table with a row for each run."""
     rows = []
     for line in lines:
         tail, images = line["losses"][-LAST:], line["images"]
@@ -214,25 +214,25 @@ def table(lines: list[dict[str, Any]]) -> TextTable:
     return TextTable(
         headings,
         rows,
-        title="Training from scratch on Flickr8k",
+        title="Training from random weights on Flickr8k",
         notes=f"loss: mean of the last {LAST} steps. spread: 1 − mean cosine between different samples. R@10: text to image.",
         names=(0, 1),
     )
 
 
 def draw(lines: list[dict[str, Any]]) -> Any:
-    """The loss minus log B against the step, one panel for each model and batch."""
+    """Draws the loss minus log B against the step, with one panel for each model and batch size."""
     cases = list(dict.fromkeys((line["model"], line["batch_size"]) for line in lines))
-    figure, panels = plots.panels("Loss of default settings against chance", len(cases))
-    colours = {"defaults": plots.GREEN, "fast": plots.ORANGE}
+    figure, panels = plots.panels("Loss of default settings compared with chance", len(cases))
+    colors = {"defaults": plots.GREEN, "fast": plots.ORANGE}
     for axes, (model, batch) in zip(panels, cases, strict=True):
-        named = set()
+        labeled = set()
         for line in (line for line in lines if (line["model"], line["batch_size"]) == (model, batch)):
             name = line["settings"]
             points = [(step, loss - math.log(batch)) for step, loss in enumerate(line["losses"], 1)]
-            label = "_" if name in named else name  # one name for all seeds
-            plots.line(axes, points, label, colours[name], marker="", linewidth=1.2)
-            named.add(name)
+            label = "_" if name in labeled else name  # all seeds share a name
+            plots.line(axes, points, label, colors[name], marker="", linewidth=1.2)
+            labeled.add(name)
         axes.axhline(0, color=plots.INK, linewidth=0.8, linestyle="--")
         axes.set(title=f"{model}, {batch:,} pairs", xlabel="step", ylabel="loss − log B")
         plots.label_lines(axes)
@@ -243,8 +243,8 @@ def main() -> None:
     """Makes the runs and the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--data", type=Path, help="folder with Flickr8k (default: noise, with --tiny)")
-    add("--models", nargs="+", default=["ViT-B-32", "ViT-B-16", "RN50"], help="open_clip's names, or replica")
+    add("--data", type=Path, help="folder with Flickr8k (required without --tiny)")
+    add("--models", nargs="+", default=["ViT-B-32", "ViT-B-16", "RN50"], help="models of open_clip, or replica")
     add("--batches", nargs="+", type=int, default=[256, 1024, 4096, 16384, 32768])
     add("--steps", nargs="+", type=int, default=[100])
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -254,7 +254,7 @@ def main() -> None:
     if options.tiny:
         options.models, options.batches, options.steps, options.seeds = ["tiny"], [32], [6], [0]
     elif options.data is None:
-        parser.error("--data must name the folder of Flickr8k; --tiny runs without it")
+        parser.error("--data must name the folder of Flickr8k, unless --tiny is given")
     study = Study(options)
     study.work()
     if study.file.exists():

@@ -1,4 +1,4 @@
-"""The losses with a path for small batches, their dense forms in plain PyTorch, and inputs for both."""
+"""The losses that have a dense path for small batches, their dense formulas in plain PyTorch, and inputs for both."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ import megabatch as mb
 from megabatch_train.bench.losses import dense_clip, pairs
 from megabatch_train.bench.measure import with_gradients
 
-BIAS = -10.0  # of siglip_loss
+BIAS = -10.0  # bias of siglip_loss
 
 
 def dense_siglip(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def dense_sup_con(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     return losses[count > 0].mean()
 
 
-LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # ours, dense
+LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # (megabatch, dense)
     "clip_loss": (mb.clip_loss, dense_clip),
     "siglip_loss": (lambda x, y, s: mb.siglip_loss(x, y, s, BIAS), dense_siglip),
     "info_nce_loss": (lambda x, y, s: mb.info_nce_loss(x, y, scale=s), dense_info_nce),
@@ -56,13 +56,13 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # ou
 
 
 def inputs_of(B: int, D: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Embeddings, bf16 on a GPU and float32 on a CPU, and the scale."""
+    """Returns embeddings, in bf16 on a GPU and in float32 on a CPU, and the scale."""
     x, y, log_scale = pairs(B, D, device)
     return x, y, log_scale.detach().exp().requires_grad_()
 
 
 def step_of(loss: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
-    """Forward and backward."""
+    """Returns a function that computes a loss and its gradients."""
 
     def step() -> None:
         torch.autograd.grad(loss(*inputs), inputs, allow_unused=True)
@@ -71,10 +71,10 @@ def step_of(loss: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Callable
 
 
 def truth_of(dense: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The value and all gradients in float64."""
+    """Returns the value and all gradients in float64."""
     return with_gradients(dense, tuple(tensor.detach().double().requires_grad_() for tensor in inputs))
 
 
-def relative_errors(found: Sequence[Tensor], truth: Sequence[Tensor]) -> list[float]:
-    """Relative errors of the value and of each gradient."""
-    return [float((a.double() - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(found, truth, strict=True)]
+def relative_errors(results: Sequence[Tensor], truth: Sequence[Tensor]) -> list[float]:
+    """Returns the relative errors of the value and of each gradient."""
+    return [float((a.double() - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(results, truth, strict=True)]

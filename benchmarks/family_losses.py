@@ -1,9 +1,9 @@
-"""The cases of `family_gpu.py`: a loss of megabatch, its dense formula, the libraries it is known from, the matmuls it needs.
+"""The cases of `family_gpu.py`. A case is a loss of megabatch with its dense formula, its baselines, and its number of matmuls.
 
-The functions of a case take the embeddings that get gradients. They hold everything else that a loss needs, such as labels or a
-guide's embeddings. `dense` works in every dtype: in float64 it is the truth, in bfloat16 it stands in where no library has the
-loss. `products` counts matmuls of rows × rows × width, the least that an exact method can do: S, the logits (forward, and again
-backward), dX and dY, the products of their gradient with both sides.
+The functions of a case take the embeddings that need gradients. They contain the other inputs of the loss, such as labels or
+the embeddings of a guide. `dense` works in every dtype. In float64 it is the reference. In bfloat16 it is the baseline if no
+library has the loss. `products` counts the matmuls of rows × rows × width that an exact method needs at least: S is the logits
+(forward, and again backward), and dX and dY are the products of their gradient with both sides.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ import megabatch as mb
 from megabatch_train.bench.losses import open_clip_losses, pairs
 
 SCALE = 20.0
-LARGE = (65536, 16384, 4096)  # batches that a peer is tried at, until it fits
-CUBIC = (4096, 2048, 1024)  # and one that holds rows³ numbers
+LARGE = (65536, 16384, 4096)  # batches at which a baseline is tried, until it fits
+CUBIC = (4096, 2048, 1024)  # batches for a baseline that stores rows³ numbers
 DENSE = "dense PyTorch"
-MARGIN, GUIDE_MARGIN = -0.1, -0.05  # leave out a few of the most similar keys of every query
+MARGIN, GUIDE_MARGIN = -0.1, -0.05  # exclude a few of the most similar keys of every query
 BETA, TAU_PLUS, HCL_SCALE = 1.0, 0.1, 2.0
 GTE = ("query-key", "query-query", "key-query", "key-key")
 GTE_OF_LIBRARY = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
@@ -33,21 +33,21 @@ SMOOTHING = 0.1
 Loss = Callable[..., Tensor]
 Products = tuple[float, float, float]  # S, dX, dY
 TWO_SIDES: Products = (2, 1, 1)
-SYMMETRIC: Products = (1, 0.5, 0.5)  # half of S, twice; a row's gradient comes from above and from below the diagonal
+SYMMETRIC: Products = (1, 0.5, 0.5)  # half of S, twice; both halves contribute to the gradient of a row
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another implementation. Building it raises an ImportError where it is not installed."""
+    """A baseline. Building it raises an ImportError if it is not installed."""
 
     build: Callable[[], Loss]
     batches: Sequence[int] = LARGE
-    means: Loss | None = None  # its own definition, if it differs from the formula
-    normalises: bool = True  # divides embeddings by their lengths, which are 1: its gradient has no part along them
-    library: bool = True  # runs under autocast, as in training
+    definition: Loss | None = None  # its definition, if it differs from the formula
+    normalizes: bool = True  # whether it divides embeddings by their length 1, so its gradient is orthogonal to them
+    library: bool = True  # whether it runs with autocast, as in training
 
     def loss(self, device: str) -> Loss:
-        """As it is used on a device."""
+        """Builds the loss for a device."""
         inner = self.build()
         if not self.library or device != "cuda":
             return inner
@@ -59,19 +59,19 @@ class Peer:
         return cast
 
 
-def normalised(loss: Loss) -> Loss:
-    """Of embeddings brought to unit length."""
+def normalize_inputs(loss: Loss) -> Loss:
+    """Returns a loss that first normalizes its embeddings."""
     return lambda *embeddings: loss(*(F.normalize(part, dim=1) for part in embeddings))
 
 
 def formula(loss: Loss) -> Peer:
-    """A peer of our own."""
-    return Peer(lambda: loss, normalises=False, library=False)
+    """Returns a baseline from a function of this file."""
+    return Peer(lambda: loss, normalizes=False, library=False)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One loss at one batch."""
+    """A loss at one batch size."""
 
     leaves: tuple[Tensor, ...]
     ours: Loss
@@ -81,17 +81,17 @@ class Case:
     note: str = ""
 
     def meant(self, system: str) -> Loss:
-        """The definition that a system computes, for float64."""
+        """Returns the definition of what a system computes, for float64."""
         peer = self.peers.get(system)
         if peer is None:
             return self.dense
-        means = peer.means or self.dense
-        return normalised(means) if peer.normalises else means
+        definition = peer.definition or self.dense
+        return normalize_inputs(definition) if peer.normalizes else definition
 
 
 @dataclass(frozen=True)
-class Given:
-    """The size and device of a case."""
+class CaseSize:
+    """The size and the device of a case."""
 
     rows: int
     width: int
@@ -99,32 +99,32 @@ class Given:
 
     @property
     def backend(self) -> str:
-        """The kernels by name on a GPU, so that nothing else is measured in their place."""
+        """On a GPU, the kernels by name, so that no other backend is measured."""
         return "triton" if self.device == "cuda" else "auto"
 
     def further(self) -> Tensor:  # (N, D)
-        """Rows that match none of the batch."""
+        """Returns embeddings that match no embedding of the batch."""
         generator = torch.Generator(self.device).manual_seed(1)
         rows = F.normalize(torch.randn(self.rows, self.width, generator=generator, device=self.device), dim=1)
         return rows.to(torch.bfloat16 if self.device == "cuda" else torch.float32)
 
 
-def wide(x: Tensor) -> Tensor:
-    """Logits in the type in which one would take their exponentials."""
+def widen(x: Tensor) -> Tensor:
+    """Casts logits to float32, in which exponentials are computed. float64 is unchanged."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def similarities(x: Tensor, y: Tensor, scale: float = SCALE) -> Tensor:  # (N, M)
-    return wide(x @ y.to(x.dtype).T) * scale
+def logits_of(x: Tensor, y: Tensor, scale: float = SCALE) -> Tensor:  # (N, M)
+    return widen(x @ y.to(x.dtype).T) * scale
 
 
-def others(x: Tensor, y: Tensor, scale: float = SCALE) -> Tensor:  # (N, N)
-    """Without the matching pairs."""
-    return similarities(x, y, scale).fill_diagonal_(-torch.inf)
+def negative_logits(x: Tensor, y: Tensor, scale: float = SCALE) -> Tensor:  # (N, N)
+    """Returns the logits with −inf for the matching pairs."""
+    return logits_of(x, y, scale).fill_diagonal_(-torch.inf)
 
 
-def found(logits: Tensor) -> Tensor:
-    """Cross-entropy of column i in row i."""
+def cross_entropy_of_matches(logits: Tensor) -> Tensor:
+    """Returns the cross-entropy with label i in row i."""
     return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
 
@@ -137,7 +137,7 @@ def sentence_losses() -> Any:
 
 
 def ranking(**options: Any) -> Callable[[], Loss]:
-    """sentence-transformers' MultipleNegativesRankingLoss on embeddings."""
+    """Returns a function that builds MultipleNegativesRankingLoss of sentence-transformers for embeddings."""
 
     def build() -> Loss:
         loss = sentence_losses().MultipleNegativesRankingLoss(None, scale=SCALE, **options)
@@ -147,18 +147,18 @@ def ranking(**options: Any) -> Callable[[], Loss]:
 
 
 class Encoder(torch.nn.Module):
-    """The model interface of sentence-transformers' losses, for given embeddings."""
+    """A model for losses of sentence-transformers that returns given embeddings."""
 
     def __init__(self, key: str) -> None:
         super().__init__()
         self.key = key
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The given embeddings."""
+        """Returns the given embeddings."""
         return {"sentence_embedding": features[self.key]}
 
     def get_embedding_dimension(self) -> None:
-        """Unknown."""
+        """Returns None, because the dimension is unknown."""
 
     get_sentence_embedding_dimension = get_embedding_dimension  # its name before version 6
 
@@ -167,7 +167,7 @@ class Encoder(torch.nn.Module):
 # Losses of queries and keys.
 
 
-def one_direction(q: Tensor, k: Tensor, given: Given) -> Case:
+def one_direction_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
     def build() -> Loss:
         from info_nce import info_nce
 
@@ -175,41 +175,41 @@ def one_direction(q: Tensor, k: Tensor, given: Given) -> Case:
 
     return Case(
         (q, k),
-        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, backend=given.backend),
-        lambda q, k: found(similarities(q, k)),
+        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, backend=size.backend),
+        lambda q, k: cross_entropy_of_matches(logits_of(q, k)),
         TWO_SIDES,
         {"sentence-transformers": Peer(ranking()), "info-nce-pytorch": Peer(build)},
     )
 
 
-def both_directions(q: Tensor, k: Tensor, given: Given) -> Case:
+def both_directions_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
     def dense(q: Tensor, k: Tensor) -> Tensor:
-        s = similarities(q, k)
-        return (found(s) + found(s.T)) / 2
+        s = logits_of(q, k)
+        return (cross_entropy_of_matches(s) + cross_entropy_of_matches(s.T)) / 2
 
     library = ranking(directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction")
     return Case(
         (q, k),
-        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, symmetric=True, backend=given.backend),
+        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, symmetric=True, backend=size.backend),
         dense,
         TWO_SIDES,
         {"sentence-transformers": Peer(library)},
     )
 
 
-def hard_negatives(q: Tensor, k: Tensor, given: Given) -> Case:
+def hard_negatives_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
     return Case(
-        (q, k, given.further().requires_grad_()),
-        lambda q, k, n: mb.info_nce_loss(q, k, scale=SCALE, negatives=n[:, None], backend=given.backend),
-        lambda q, k, n: found(torch.cat((similarities(q, k), similarities(q, n)), 1)),
+        (q, k, size.further().requires_grad_()),
+        lambda q, k, n: mb.info_nce_loss(q, k, scale=SCALE, negatives=n[:, None], backend=size.backend),
+        lambda q, k, n: cross_entropy_of_matches(torch.cat((logits_of(q, k), logits_of(q, n)), 1)),
         (4, 2, 2),
         {"sentence-transformers": Peer(ranking())},
-        "keys and as many hard negatives",
+        "keys, and the same number of hard negatives",
     )
 
 
-def memory_bank(q: Tensor, k: Tensor, given: Given) -> Case:
-    bank = given.further()
+def memory_bank_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
+    bank = size.further()
 
     def build() -> Loss:
         loss = ranking()()
@@ -217,20 +217,20 @@ def memory_bank(q: Tensor, k: Tensor, given: Given) -> Case:
 
     return Case(
         (q, k),
-        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, negatives=bank, backend=given.backend),
-        lambda q, k: found(torch.cat((similarities(q, k), similarities(q, bank)), 1)),
+        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, negatives=bank, backend=size.backend),
+        lambda q, k: cross_entropy_of_matches(torch.cat((logits_of(q, k), logits_of(q, bank)), 1)),
         (4, 2, 1),
         {"sentence-transformers": Peer(build)},
-        "keys and as many earlier ones, which get no gradient",
+        "keys, and the same number of earlier keys, which get no gradient",
     )
 
 
-def moco(q: Tensor, k: Tensor, given: Given) -> Case:
-    bank = given.further()
+def moco_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
+    bank = size.further()
 
     def dense(q: Tensor, k: Tensor) -> Tensor:
-        match = wide((q * k).sum(1, keepdim=True)) * SCALE
-        logits = torch.cat((match, similarities(q, bank)), 1)
+        match = widen((q * k).sum(1, keepdim=True)) * SCALE
+        logits = torch.cat((match, logits_of(q, bank)), 1)
         return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.int64, device=q.device))
 
     def build() -> Loss:
@@ -240,35 +240,35 @@ def moco(q: Tensor, k: Tensor, given: Given) -> Case:
 
     return Case(
         (q, k),
-        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, negatives=bank, contrast=(), backend=given.backend),
+        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, negatives=bank, contrast=(), backend=size.backend),
         dense,
         (2, 1, 0),
         {"info-nce-pytorch": Peer(build)},
-        "earlier keys alone",
+        "only earlier keys",
     )
 
 
-def with_margin(q: Tensor, k: Tensor, given: Given) -> Case:
+def margin_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
     def dense(q: Tensor, k: Tensor) -> Tensor:
-        s = wide(q @ k.T)
+        s = widen(q @ k.T)
         limit = s.detach().diagonal()[:, None] + MARGIN
-        likely = (s.detach() > limit).fill_diagonal_(False)
-        return found((s * SCALE).masked_fill(likely, -torch.inf))
+        excluded = (s.detach() > limit).fill_diagonal_(False)
+        return cross_entropy_of_matches((s * SCALE).masked_fill(excluded, -torch.inf))
 
-    ours = lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, margin=MARGIN, backend=given.backend)  # noqa: E731
+    ours = lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, margin=MARGIN, backend=size.backend)  # noqa: E731
     return Case((q, k), ours, dense, TWO_SIDES)
 
 
-def guided(q: Tensor, k: Tensor, given: Given) -> Case:
-    seen = [t.detach() for t in pairs(len(q), given.width // 2, given.device)[:2]]
+def guide_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
+    guide_embeddings = [t.detach() for t in pairs(len(q), size.width // 2, size.device)[:2]]
 
     def dense(q: Tensor, k: Tensor) -> Tensor:
-        by_guide = wide(seen[0].to(q.dtype) @ seen[1].to(q.dtype).T)
-        likely = (by_guide > by_guide.diagonal()[:, None] + GUIDE_MARGIN).fill_diagonal_(False)
-        return found(similarities(q, k).masked_fill(likely, -torch.inf))
+        by_guide = widen(guide_embeddings[0].to(q.dtype) @ guide_embeddings[1].to(q.dtype).T)
+        excluded = (by_guide > by_guide.diagonal()[:, None] + GUIDE_MARGIN).fill_diagonal_(False)
+        return cross_entropy_of_matches(logits_of(q, k).masked_fill(excluded, -torch.inf))
 
     def build() -> Loss:
-        """Its constructor wants tokenizers, its forward does not."""
+        """Builds the loss without its constructor, which needs tokenizers. Its forward does not need them."""
         kind = sentence_losses().GISTEmbedLoss
         loss = kind.__new__(kind)
         torch.nn.Module.__init__(loss)
@@ -278,44 +278,46 @@ def guided(q: Tensor, k: Tensor, given: Given) -> Case:
         options |= {"model": Encoder("model"), "guide": Encoder("guide")}
         for name, value in options.items():
             setattr(loss, name, value)
-        return lambda q, k: loss([{"model": x, "guide": g} for x, g in zip((q, k), seen, strict=True)], None)
+        return lambda q, k: loss([{"model": x, "guide": g} for x, g in zip((q, k), guide_embeddings, strict=True)], None)
 
     return Case(
         (q, k),
-        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, guide=(seen[0], seen[1]), margin=GUIDE_MARGIN, backend=given.backend),
+        lambda q, k: mb.info_nce_loss(
+            q, k, scale=SCALE, guide=(guide_embeddings[0], guide_embeddings[1]), margin=GUIDE_MARGIN, backend=size.backend
+        ),
         dense,
         (3, 1, 1),
         {"sentence-transformers": Peer(build, (16384, 4096, 2048, 1024)), DENSE: formula(dense)},
-        "a guide of half the width has its own similarities, forward and backward; both formed in memory, tile by tile",
+        "the logits of a guide with half the dim, forward and backward; both are stored tile by tile",
     )
 
 
-def gte(q: Tensor, k: Tensor, given: Given) -> Case:
+def gte_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
     def dense(q: Tensor, k: Tensor, twice: bool = False) -> Tensor:
-        across = similarities(q, k)
+        across = logits_of(q, k)
         back = across.T if twice else across.T.clone().fill_diagonal_(-torch.inf)
-        return found(torch.cat((across, back, others(q, q), others(k, k)), 1))
+        return cross_entropy_of_matches(torch.cat((across, back, negative_logits(q, q), negative_logits(k, k)), 1))
 
     return Case(
         (q, k),
-        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, contrast=GTE, backend=given.backend),
+        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, contrast=GTE, backend=size.backend),
         dense,
         tuple(a + 2 * b for a, b in zip(TWO_SIDES, SYMMETRIC, strict=True)),  # type: ignore[arg-type]
-        {"sentence-transformers": Peer(ranking(directions=GTE_OF_LIBRARY), means=lambda q, k: dense(q, k, twice=True))},
-        "both directions in one pass, two symmetric halves; ours forms those squares whole; the library counts the match twice",
+        {"sentence-transformers": Peer(ranking(directions=GTE_OF_LIBRARY), definition=lambda q, k: dense(q, k, twice=True))},
+        "both directions in one pass, and two symmetric halves, both computed in full; the library counts the match twice",
     )
 
 
-def decoupled(q: Tensor, k: Tensor, given: Given) -> Case:
+def dcl_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
     def dense(q: Tensor, k: Tensor) -> Tensor:
-        return (others(q, k).logsumexp(1) - SCALE * wide((q * k).sum(1))).mean()
+        return (negative_logits(q, k).logsumexp(1) - SCALE * widen((q * k).sum(1))).mean()
 
-    return Case((q, k), lambda q, k: mb.dcl_loss(q, k, scale=SCALE, backend=given.backend), dense, TWO_SIDES)
+    return Case((q, k), lambda q, k: mb.dcl_loss(q, k, scale=SCALE, backend=size.backend), dense, TWO_SIDES)
 
 
-def reweighted(q: Tensor, k: Tensor, given: Given) -> Case:
+def hcl_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
     def dense(q: Tensor, k: Tensor) -> Tensor:
-        s, p = others(q, k, HCL_SCALE), HCL_SCALE * wide((q * k).sum(1))
+        s, p = negative_logits(q, k, HCL_SCALE), HCL_SCALE * widen((q * k).sum(1))
         n = len(q) - 1
         weighted = n * ((1 + BETA) * s).exp().sum(1) / (BETA * s).exp().sum(1)
         least = n * torch.tensor(-HCL_SCALE, dtype=s.dtype, device=s.device).exp()
@@ -323,19 +325,19 @@ def reweighted(q: Tensor, k: Tensor, given: Given) -> Case:
         return -(p.exp() / (p.exp() + negatives)).log().mean()
 
     def ours(q: Tensor, k: Tensor) -> Tensor:
-        return mb.hcl_loss(q, k, scale=HCL_SCALE, beta=BETA, tau_plus=TAU_PLUS, backend=given.backend)
+        return mb.hcl_loss(q, k, scale=HCL_SCALE, beta=BETA, tau_plus=TAU_PLUS, backend=size.backend)
 
-    return Case((q, k), ours, dense, TWO_SIDES, note="ours walks once for each of two exponents")
+    return Case((q, k), ours, dense, TWO_SIDES, note="megabatch computes the logits once for each of two exponents")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Losses of views, of labels, of images and texts.
 
 
-def views(q: Tensor, k: Tensor, given: Given, share: int = 1) -> Case:
+def views_case(q: Tensor, k: Tensor, size: CaseSize, share: int = 1) -> Case:
     def dense(a: Tensor, b: Tensor) -> Tensor:
         z = torch.cat((a, b))
-        return F.cross_entropy(others(z, z), torch.arange(len(z), device=z.device).roll(len(a)))
+        return F.cross_entropy(negative_logits(z, z), torch.arange(len(z), device=z.device).roll(len(a)))
 
     def metric_learning() -> Loss:
         from pytorch_metric_learning.losses import NTXentLoss
@@ -356,20 +358,20 @@ def views(q: Tensor, k: Tensor, given: Given, share: int = 1) -> Case:
         peers["pytorch-metric-learning"] = Peer(metric_learning, CUBIC)
     return Case(
         (q.detach()[:rows].requires_grad_(), k.detach()[:rows].requires_grad_()),
-        lambda a, b: mb.nt_xent_loss(a, b, SCALE, backend=given.backend),
+        lambda a, b: mb.nt_xent_loss(a, b, SCALE, backend=size.backend),
         dense,
         tuple(count * (2 / share) ** 2 for count in SYMMETRIC),  # type: ignore[arg-type]
         peers,
-        "the symmetric half of twice as many rows" if share == 1 else "the symmetric half",
+        "the symmetric half, with twice as many rows" if share == 1 else "the symmetric half",
     )
 
 
-def labelled(q: Tensor, k: Tensor, given: Given, form: str = "out") -> Case:
+def sup_con_case(q: Tensor, k: Tensor, size: CaseSize, form: str = "out") -> Case:
     labels = torch.arange(len(q), device=q.device) % max(4, len(q) // ROWS_OF_A_LABEL)
     z = F.normalize(q.detach() + k.detach()[labels], dim=1).requires_grad_()
 
     def dense(z: Tensor) -> Tensor:
-        s = others(z, z)
+        s = negative_logits(z, z)
         positive = (labels[:, None] == labels).fill_diagonal_(False)
         if form == "out":
             return (s.logsumexp(1) - s.masked_fill(~positive, 0.0).sum(1) / positive.sum(1)).mean()
@@ -381,31 +383,31 @@ def labelled(q: Tensor, k: Tensor, given: Given, form: str = "out") -> Case:
         loss = SupConLoss(temperature=1 / SCALE)
         return lambda z: loss(z, labels)
 
-    backend = given.backend if form == "out" else "auto"
+    backend = size.backend if form == "out" else "auto"
     peers = {"pytorch-metric-learning": Peer(build)} if form == "out" else {DENSE: formula(dense)}
-    note = "the symmetric half" + ("" if form == "out" else "; positives in PyTorch operations")
+    note = "the symmetric half" + ("" if form == "out" else "; PyTorch operations for the positives")
     return Case((z,), lambda z: mb.sup_con_loss(z, labels, SCALE, form=form, backend=backend), dense, SYMMETRIC, peers, note)
 
 
-def several_positives(q: Tensor, k: Tensor, given: Given) -> Case:
+def several_positives_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
     ids = torch.arange(len(q), device=q.device) // PAIRS_OF_AN_ID
 
     def dense(q: Tensor, k: Tensor) -> Tensor:
-        logits = similarities(q, k) + BIAS
+        logits = logits_of(q, k) + BIAS
         same = ids[:, None] == ids
         return -F.logsigmoid(torch.where(same, logits, -logits)).sum() / len(q)
 
     def ours(q: Tensor, k: Tensor) -> Tensor:
-        return mb.siglip_loss(q, k, SCALE, BIAS, ids=ids, ids_are_positives=True, backend=given.backend)
+        return mb.siglip_loss(q, k, SCALE, BIAS, ids=ids, ids_are_positives=True, backend=size.backend)
 
-    return Case((q, k), ours, dense, (1, 1, 1), note="the gradient is formed with the loss, S once")
+    return Case((q, k), ours, dense, (1, 1, 1), note="S is computed once, for the loss and its gradient")
 
 
-def distilled(q: Tensor, k: Tensor, given: Given) -> Case:
-    teacher = [F.normalize(t + given.further(), dim=1) for t in (q.detach(), k.detach())]
+def distillation_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
+    teacher = [F.normalize(t + size.further(), dim=1) for t in (q.detach(), k.detach())]
 
     def dense(q: Tensor, k: Tensor) -> Tensor:
-        s, t = similarities(q, k), similarities(teacher[0].to(q.dtype), teacher[1])
+        s, t = logits_of(q, k), logits_of(teacher[0].to(q.dtype), teacher[1])
         ways = ((s, t), (s.T, t.T))
         return sum((F.cross_entropy(a, b.softmax(1)) for a, b in ways), torch.zeros((), device=q.device)) / 2
 
@@ -420,22 +422,22 @@ def distilled(q: Tensor, k: Tensor, given: Given) -> Case:
 
     return Case(
         (q, k),
-        lambda q, k: mb.soft_clip_loss(q, k, SCALE, teacher[0], teacher[1], SCALE, backend=given.backend),
+        lambda q, k: mb.soft_clip_loss(q, k, SCALE, teacher[0], teacher[1], SCALE, backend=size.backend),
         dense,
         (4, 1, 1),
-        {"open_clip": Peer(build, normalises=False)},
-        "similarities of the teacher too, forward and backward; both formed in memory, tile by tile",
+        {"open_clip": Peer(build, normalizes=False)},
+        "the logits of the teacher, too, forward and backward; both are stored tile by tile",
     )
 
 
-def matryoshka(q: Tensor, k: Tensor, given: Given) -> Case:
-    widths = [given.width // part for part in (12, 6, 3)] + [2 * given.width // 3, given.width]
+def matryoshka_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
+    widths = [size.width // part for part in (12, 6, 3)] + [2 * size.width // 3, size.width]
 
     def dense(q: Tensor, k: Tensor) -> Tensor:
         total = torch.zeros((), device=q.device)
         for width in widths:
-            s = similarities(*(F.normalize(side[:, :width], dim=1) for side in (q, k)))
-            total = total + (found(s) + found(s.T)) / 2
+            s = logits_of(*(F.normalize(side[:, :width], dim=1) for side in (q, k)))
+            total = total + (cross_entropy_of_matches(s) + cross_entropy_of_matches(s.T)) / 2
         return total
 
     def build() -> Loss:
@@ -446,36 +448,36 @@ def matryoshka(q: Tensor, k: Tensor, given: Given) -> Case:
 
     return Case(
         (q, k),
-        lambda q, k: mb.matryoshka_clip_loss(q, k, SCALE, widths=widths, backend=given.backend),
+        lambda q, k: mb.matryoshka_clip_loss(q, k, SCALE, widths=widths, backend=size.backend),
         dense,
         TWO_SIDES,
         {"sentence-transformers": Peer(build)},
-        f"widths {', '.join(map(str, widths))}; kernels form {sum(widths) / given.width:.3g} × these products",
+        f"dims {', '.join(map(str, widths))}; kernels compute {sum(widths) / size.width:.3g} × these products",
     )
 
 
-def smoothed(q: Tensor, k: Tensor, given: Given) -> Case:
+def smoothing_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
     def dense(q: Tensor, k: Tensor) -> Tensor:
-        s, labels = similarities(q, k), torch.arange(len(q), device=q.device)
+        s, labels = logits_of(q, k), torch.arange(len(q), device=q.device)
         return sum((F.cross_entropy(w, labels, label_smoothing=SMOOTHING) for w in (s, s.T)), s.new_zeros(())) / 2
 
     def ours(q: Tensor, k: Tensor) -> Tensor:
-        return mb.clip_loss(q, k, SCALE, label_smoothing=SMOOTHING, backend=given.backend)
+        return mb.clip_loss(q, k, SCALE, label_smoothing=SMOOTHING, backend=size.backend)
 
     return Case((q, k), ours, dense, TWO_SIDES)
 
 
-def against_themselves(q: Tensor, k: Tensor, given: Given) -> Case:
-    def whole(z: Tensor) -> Tensor:
-        return mb.pairwise_logsumexp(z, z, SCALE, exclude="diagonal", backend=given.backend)[0].mean()
+def symmetric_case(q: Tensor, k: Tensor, size: CaseSize) -> Case:
+    def all_pairs(z: Tensor) -> Tensor:
+        return mb.pairwise_logsumexp(z, z, SCALE, exclude="diagonal", backend=size.backend)[0].mean()
 
     def dense(z: Tensor) -> Tensor:
-        return others(z, z).logsumexp(1).mean()
+        return negative_logits(z, z).logsumexp(1).mean()
 
     def ours(z: Tensor) -> Tensor:
-        return mb.pairwise_symmetric_logsumexp(z, SCALE, backend=given.backend).mean()
+        return mb.pairwise_symmetric_logsumexp(z, SCALE, backend=size.backend).mean()
 
-    peers = {"pairwise_logsumexp(z, z)": formula(whole), DENSE: formula(dense)}
+    peers = {"pairwise_logsumexp(z, z)": formula(all_pairs), DENSE: formula(dense)}
     return Case((q,), ours, dense, SYMMETRIC, peers, "the symmetric half")
 
 
@@ -483,34 +485,34 @@ def against_themselves(q: Tensor, k: Tensor, given: Given) -> Case:
 # All cases, by name.
 
 
-# The most important first.
-CASES: dict[str, Callable[[Tensor, Tensor, Given], Case]] = {
-    "info_nce_loss": one_direction,
-    "info_nce_loss, both directions": both_directions,
-    "info_nce_loss, hard negatives": hard_negatives,
-    "nt_xent_loss, 2 × B/2 rows": partial(views, share=2),
-    "sup_con_loss, out": labelled,
-    "info_nce_loss, GTE": gte,
-    "info_nce_loss, margin": with_margin,
-    "info_nce_loss, memory bank": memory_bank,
-    "siglip, several positives": several_positives,
-    "clip, label smoothing": smoothed,
-    "matryoshka": matryoshka,
-    "soft_clip_loss": distilled,
-    "info_nce_loss, guide": guided,
-    "dcl_loss": decoupled,
-    "hcl_loss": reweighted,
-    "nt_xent_loss, 2 × B rows": views,
-    "sup_con_loss, in": partial(labelled, form="in"),
-    "pairwise_symmetric_logsumexp": against_themselves,
-    "info_nce_loss, bank alone": moco,
+# The most important losses are first.
+CASES: dict[str, Callable[[Tensor, Tensor, CaseSize], Case]] = {
+    "info_nce_loss": one_direction_case,
+    "info_nce_loss, both directions": both_directions_case,
+    "info_nce_loss, hard negatives": hard_negatives_case,
+    "nt_xent_loss, 2 × B/2 rows": partial(views_case, share=2),
+    "sup_con_loss, out": sup_con_case,
+    "info_nce_loss, GTE": gte_case,
+    "info_nce_loss, margin": margin_case,
+    "info_nce_loss, memory bank": memory_bank_case,
+    "siglip, several positives": several_positives_case,
+    "clip, label smoothing": smoothing_case,
+    "matryoshka": matryoshka_case,
+    "soft_clip_loss": distillation_case,
+    "info_nce_loss, guide": guide_case,
+    "dcl_loss": dcl_case,
+    "hcl_loss": hcl_case,
+    "nt_xent_loss, 2 × B rows": views_case,
+    "sup_con_loss, in": partial(sup_con_case, form="in"),
+    "pairwise_symmetric_logsumexp": symmetric_case,
+    "info_nce_loss, bank alone": moco_case,
 }
 
 
 def case(name: str, rows: int, width: int, device: str) -> Case:
-    """One of CASES for a batch; with the dense formula as its peer where it has no other."""
+    """Builds a case of CASES for a batch. If it has no baseline, the dense formula is its baseline."""
     q, k, _ = pairs(rows, width, device)
-    made = CASES[name](q, k, Given(rows, width, device))
-    if not made.peers:
-        made.peers[DENSE] = formula(made.dense)
-    return made
+    built = CASES[name](q, k, CaseSize(rows, width, device))
+    if not built.peers:
+        built.peers[DENSE] = formula(built.dense)
+    return built

@@ -1,7 +1,7 @@
-"""Flickr8k in memory, as a dataset to train on.
+"""Flickr8k in memory, as a dataset for training.
 
-The data are a pair of files, `NAME.bin` with encoded images one after another and `NAME.json` with `captions`, five for each
-image, and `offsets`: image i is `bin[offsets[i]:offsets[i + 1]]`. They are not part of the project.
+The data are two files, which are not part of the project. `NAME.bin` contains the encoded images, one after another.
+`NAME.json` contains `captions`, five for each image, and `offsets`. Image i is `bin[offsets[i]:offsets[i + 1]]`.
 """
 
 import json
@@ -17,43 +17,43 @@ from torch import Tensor
 from megabatch_train.data.dataset import IMAGE, TEXT, Dataset
 from megabatch_train.data.images import EncodedImage, decode
 
-HELD_OUT = 1000  # images, never trained on
-TRAIN, TEST = "train", "test"  # all images but those held out, and these
+HELD_OUT = 1000  # number of images for the test
+TRAIN, TEST = "train", "test"  # parts: the images that are not held out, and the held-out images
 WORKERS = 16
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Images, and the captions of each."""
+    """Images with their captions."""
 
     pixels: Tensor  # (images, 3, H, W) uint8
     captions: list[list[str]]
 
 
 def read(folder: Path, limit: int | None = None) -> Pictures:
-    """The pair of files in a folder, or the first `limit` images of it."""
-    found = sorted(folder.glob("*.json"))
-    if not found:
+    """Reads the files in a folder, or their first `limit` images."""
+    json_files = sorted(folder.glob("*.json"))
+    if not json_files:
         raise FileNotFoundError(f"--data must be a folder with a .json and a .bin file, got {folder}")
-    about, data = json.loads(found[0].read_text()), found[0].with_suffix(".bin").read_bytes()
+    about, data = json.loads(json_files[0].read_text()), json_files[0].with_suffix(".bin").read_bytes()
     count, offsets = limit or len(about["captions"]), about["offsets"]
     with ThreadPoolExecutor(WORKERS) as pool:
         images = pool.map(lambda i: decode(EncodedImage(data[offsets[i] : offsets[i + 1]], f"image {i}")), range(count))
         return Pictures(torch.stack(list(images)), about["captions"][:count])
 
 
-def invented(count: int) -> Pictures:
-    """Noise, and words that belong to it, for a run without the data."""
+def make_noise(count: int) -> Pictures:
+    """Returns images of noise with captions, for a run without the data."""
     pixels = torch.randint(0, 256, (count, 3, 128, 128), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     return Pictures(pixels, [[f"picture {i} in words, way {way}" for way in range(5)] for i in range(count)])
 
 
 class Captioned(Dataset):
-    """A pair for each caption; the captions of one image are not each other's negatives.
+    """A dataset with a pair for each caption. Captions of the same image are not negatives of each other.
 
     Args:
-        pictures: the whole data.
-        held_out: number of images, drawn with a fixed seed, that are not trained on.
+        pictures: all images and captions.
+        held_out: number of images for the test. They are drawn with a fixed seed.
         part: TRAIN or TEST.
     """
 
@@ -63,27 +63,27 @@ class Captioned(Dataset):
     def __init__(self, pictures: Pictures, held_out: int, part: str) -> None:
         super().__init__()
         order = torch.randperm(len(pictures.captions), generator=torch.Generator().manual_seed(0)).tolist()
-        chosen = {TRAIN: order[:-held_out], TEST: order[-held_out:]}[part]
+        indices = {TRAIN: order[:-held_out], TEST: order[-held_out:]}[part]
         self._pixels = pictures.pixels
-        self._texts = [text for i in chosen for text in pictures.captions[i]]
-        self._images = torch.tensor([i for i in chosen for _ in pictures.captions[i]])
+        self._texts = [text for i in indices for text in pictures.captions[i]]
+        self._images = torch.tensor([i for i in indices for _ in pictures.captions[i]])
 
     def __len__(self) -> int:
-        """Captions."""
+        """Returns the number of captions."""
         return len(self._texts)
 
     def read(self, index: int, side: int) -> Any:
-        """The image, or the caption."""
+        """Returns the image or the caption."""
         return self._texts[index] if side else self._pixels[self._images[index]]
 
     def name(self, index: int) -> str:
-        """The caption, for contact sheets."""
+        """Returns the caption, for contact sheets."""
         return self._texts[index]
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
-        """The image."""
+        """Returns the indices of the images."""
         return self._images[torch.as_tensor(indices)]
 
     def items(self) -> Tensor:  # (captions,) int64
-        """The image."""
+        """Returns the indices of the images."""
         return self._images

@@ -1,12 +1,13 @@
-"""Time and memory of late interaction on a GPU, forward and backward: megabatch, other projects, and the bare products.
+"""Measures time and memory of late interaction on a GPU, and compares megabatch with other projects and the bare products.
 
 All systems get the same bf16 vectors and take turns in one process. Before a system is timed, its gradients of sampled queries
-and documents are compared with float64; megabatch's logsumexps as well, and two runs of it must agree in every bit. "Bare
-products" are four matrix products of all query vectors with all document vectors (the products, the products again, and both
-gradients), by cuBLAS in strips. "Chunked PyTorch" is the computation of PyLate and sentence-transformers: the scores of 32
-queries at a time. Above 2^41 products of vectors, one step of megabatch is timed once, and the bare products are extrapolated.
+and documents are compared with float64. So are the logsumexps of megabatch, and two of its runs must be bitwise identical.
+"Bare products" are the four matmuls of all query vectors with all document vectors: the inner products, the inner
+products again, and both gradients. cuBLAS computes them in strips. "Chunked PyTorch" is the method of PyLate and
+sentence-transformers, which computes the scores of 32 queries at a time. For more than 2^41 inner products, a step of megabatch
+is timed only once, and the bare products are extrapolated.
 
-Other projects are used if they can be imported; `--peers FOLDER` names a folder of packages (late_interaction_kernels,
+Other projects are measured if they are installed. `--peers FOLDER` names a folder with packages (late_interaction_kernels,
 flash_maxsim).
 """
 
@@ -45,41 +46,41 @@ from megabatch_train.display.tables import TextTable, cell, gib, ratio
 
 SIZES = ("256x32x128", "1024x32x128", "4096x32x128", "1024x32x512", "4096x32x512", "16384x32x128", "1024x128x1024")
 D, CHUNK = 128, 32
-LARGE = 2**41  # products of vectors
-TUNED_SMALL = 2**36  # above as many, a system runs with 64 pairs first: some tune themselves, and at full size take minutes
-TOLERANCE = 0.02  # of gradients, relative: bf16 weights and results explain 0.005
+LARGE = 2**41  # inner products
+TUNED_SMALL = 2**36  # above this number a system first runs 64 pairs, because autotuning takes minutes at full size
+TOLERANCE = 0.02  # relative error of gradients; bf16 softmax weights and results explain 0.005
 SECONDS_A_ROUND = 0.06
 CHUNKED, LIK, FLASH = "chunked PyTorch", "late-interaction-kernels", "flash-maxsim"
-MOST = {CHUNKED: 4096, LIK: 4096, FLASH: 4096}  # pairs; beyond it a step takes seconds, or ends in an illegal memory access
+MOST = {CHUNKED: 4096, LIK: 4096, FLASH: 4096}  # most pairs; with more, a step takes seconds or raises an illegal memory access
 OURS, BARE = "megabatch", "bare products"
 Step = Callable[[], tuple[Tensor, ...]]  # loss, dquery, ddocument
 
 
 class Size(NamedTuple):
-    """B pairs of a query of Lq vectors and a document of Ld."""
+    """B pairs of a query with Lq vectors and a document with Ld vectors."""
 
     B: int
     Lq: int
     Ld: int
 
     def vectors(self, device: str) -> tuple[Tensor, Tensor]:
-        """Unit vectors; the first vectors of a document are near those of its query, as in a model that has begun to learn."""
+        """Returns unit vectors. A document begins with vectors near its query, as in a model that has begun to learn."""
         generator = torch.Generator(device).manual_seed(0)
-        made = [torch.randn(self.B, L, D, device=device, generator=generator) for L in (self.Lq, self.Ld)]
+        random = [torch.randn(self.B, L, D, device=device, generator=generator) for L in (self.Lq, self.Ld)]
         shared = min(self.Lq, self.Ld)
-        made[1][:, :shared] += 0.5 * made[0][:, :shared]
+        random[1][:, :shared] += 0.5 * random[0][:, :shared]
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        query, document = (F.normalize(part, dim=-1).to(dtype).requires_grad_() for part in made)
+        query, document = (F.normalize(part, dim=-1).to(dtype).requires_grad_() for part in random)
         return query, document
 
 
 def scale_of(query: Tensor) -> float:  # (B, Lq, D)
-    """Longer queries have larger scores: with this scale none of the losses vanishes, and gradients can be compared."""
+    """Returns a scale for which no loss is zero, so that gradients can be compared. Longer queries have larger scores."""
     return min(1.0, 32 / query.shape[1])
 
 
 def systems(query: Tensor, document: Tensor, backend: str) -> dict[str, Callable[[], Step]]:
-    """How to build each; an ImportError says that it is not installed."""
+    """Returns a function that builds each system. It raises an ImportError if the system is not installed."""
     labels, scale = torch.arange(len(query), device=query.device), scale_of(query)
 
     def ours() -> Step:
@@ -93,7 +94,7 @@ def systems(query: Tensor, document: Tensor, backend: str) -> dict[str, Callable
                 rows = slice(first, first + CHUNK)
                 scores = torch.einsum("ash,bth->abst", leaves[0][rows], leaves[1]).max(-1).values.sum(-1, dtype=torch.float32)
                 loss = F.cross_entropy(scale * scores, labels[rows], reduction="sum") / len(query)
-                loss.backward()  # as they do, so that one chunk is in memory
+                loss.backward()  # as in these libraries, so that only one chunk is in memory
                 total += loss.detach()
             return total, *(leaf.grad for leaf in leaves)
 
@@ -117,23 +118,23 @@ def systems(query: Tensor, document: Tensor, backend: str) -> dict[str, Callable
 
 @torch.no_grad()
 def scores_of(query: Tensor, document: Tensor) -> tuple[Tensor, Tensor]:  # (n, Lq, D), (m, Ld, D) → (n, m), (n, Lq, m)
-    """(scores, winners) in float64, some documents at a time."""
+    """Returns the scores and the argmax indices in float64, some documents at a time."""
     parts = []
     for some in document.split(max(1, 2**25 // (query.shape[0] * query.shape[1] * document.shape[1]))):
         products = torch.einsum("itd,jud->itju", query.double(), some.double())
-        largest, winners = products.max(3)
-        parts.append((scale_of(query) * largest.sum(1), winners))
+        largest, argmax = products.max(3)
+        parts.append((scale_of(query) * largest.sum(1), argmax))
     return torch.cat([s for s, _ in parts], 1), torch.cat([w for _, w in parts], 2)
 
 
 class Truth:
-    """Gradients of sampled queries and documents in float64, from the definition; the logsumexps of all queries are given."""
+    """Gradients of sampled queries and documents in float64, from the definition and the logsumexps `row` of all queries."""
 
     def __init__(self, query: Tensor, document: Tensor, row: Tensor) -> None:
         query, document = query.detach(), document.detach()
         B = len(query)
         self.sample = torch.linspace(0, B - 1, 4, device=query.device).long()
-        s, winners = scores_of(query[self.sample], document)  # (4, B), (4, Lq, B)
+        s, argmax = scores_of(query[self.sample], document)  # (4, B), (4, Lq, B)
         self.row = s.logsumexp(1)
         g = (s - self.row[:, None]).exp()
         g[torch.arange(4, device=g.device), self.sample] -= 1
@@ -142,32 +143,32 @@ class Truth:
             some, window = document[j : j + 256].double(), slice(j, j + 256)
             index = torch.arange(len(some), device=some.device)
             for i in range(4):
-                won = some[index, winners[i, :, window]]  # (Lq, m, D)
-                self.dquery[i] += torch.einsum("j,tjd->td", g[i, window], won)
+                largest = some[index, argmax[i, :, window]]  # (Lq, m, D)
+                self.dquery[i] += torch.einsum("j,tjd->td", g[i, window], largest)
         self.dquery *= scale_of(query) / B
-        s, winners = scores_of_columns(query, document[self.sample])  # (B, 4), (B, Lq, 4)
+        s, argmax = scores_of_columns(query, document[self.sample])  # (B, 4), (B, Lq, 4)
         g = (s - row.double()[:, None]).exp()
         g[self.sample, torch.arange(4, device=g.device)] -= 1
         self.ddocument = torch.zeros(4, *document.shape[1:], dtype=torch.float64, device=query.device)
         for j in range(4):
             weights = g[:, j, None, None] * query.double()
-            self.ddocument[j].index_add_(0, winners[:, :, j].flatten(), weights.flatten(0, 1))
+            self.ddocument[j].index_add_(0, argmax[:, :, j].flatten(), weights.flatten(0, 1))
         self.ddocument *= scale_of(query) / B
 
     def errors(self, gradients: tuple[Tensor, ...]) -> float:
-        """The larger of the relative errors of both gradients."""
+        """Returns the larger of the relative errors of both gradients."""
         pairs = zip(gradients, (self.dquery, self.ddocument), strict=True)
-        return max(((found[self.sample].double() - exact).norm() / exact.norm()).item() for found, exact in pairs)
+        return max(((gradient[self.sample].double() - exact).norm() / exact.norm()).item() for gradient, exact in pairs)
 
 
 def scores_of_columns(query: Tensor, document: Tensor) -> tuple[Tensor, Tensor]:  # (B, Lq, D), (m, Ld, D)
-    """`scores_of`, some queries at a time."""
-    parts = [scores_of(some, document) for some in query.split(4096)]
+    """Returns the result of `scores_of`, computed for some queries at a time."""
+    parts = [scores_of(few_queries, document) for few_queries in query.split(4096)]
     return torch.cat([s for s, _ in parts]), torch.cat([w for _, w in parts])
 
 
 def bare_products(query: Tensor, document: Tensor) -> dict[str, Callable[[], None]]:
-    """The product of all vectors in strips of 256 MiB; and a strip of that size with the documents, and with the queries."""
+    """Returns the matmul of all vectors in strips of 256 MiB, and the matmuls of a strip with the documents and the queries."""
     q, d = (part.detach().flatten(0, 1) for part in (query, document))
     columns = min(len(d), 16384)
     rows = min(len(q), 2**27 // columns)
@@ -190,7 +191,7 @@ def bare_products(query: Tensor, document: Tensor) -> dict[str, Callable[[], Non
 
 
 class Run:
-    """The sizes one after the other."""
+    """Measures the sizes one after another."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, device_of(args)
@@ -198,7 +199,7 @@ class Run:
         self.record = Record.of_script("late_interaction_gpu", args, args.seconds)
 
     def measure_large(self, size: Size) -> None:
-        """One step of megabatch at a size where every second step counts."""
+        """Measures one step of megabatch at a large size."""
         small = size._replace(B=min(size.B, 8192))
         small_query, small_document = small.vectors(self.device)
         systems(small_query, small_document, self.backend)[OURS]()()  # compiles
@@ -207,30 +208,32 @@ class Run:
         del small_query, small_document
         clear(self.device)
         query, document = size.vectors(self.device)
-        started = now(self.device)
+        forward_start = now(self.device)
         row = mb.maxsim_logsumexp(query.detach(), document.detach(), scale_of(query), backend=self.backend).row
-        between = now(self.device)
+        forward_end = now(self.device)
         truth = Truth(query, document, row)
         clear(self.device)
-        step, begun = systems(query, document, self.backend)[OURS](), now(self.device)
+        step, step_start = systems(query, document, self.backend)[OURS](), now(self.device)
         (loss, *gradients), peak = peak_memory(step, self.device)
-        ms, about = 1000 * (now(self.device) - begun), size._asdict()
+        ms, about = 1000 * (now(self.device) - step_start), size._asdict()
         result = {
             **about,
             "system": OURS,
             "status": OK,
             "ms": ms,
-            "forward_ms": 1000 * (between - started),
+            "forward_ms": 1000 * (forward_end - forward_start),
             "peak_bytes": peak,
         }
         result |= {"loss": loss.item(), "gradient_error": truth.errors(tuple(gradients))}
         result |= {"row_error": (row[truth.sample].double() - truth.row).abs().max().item()}
         result["input_bytes"] = sum(part.numel() * part.element_size() for part in (query, document))
-        whole = 2 * bare["S"] + bare["dQ"] + bare["dD"]
-        self.record["results"].extend([result, {**about, "system": BARE, "status": "extrapolated", "ms": whole, "parts": bare}])
+        all_products = 2 * bare["S"] + bare["dQ"] + bare["dD"]
+        self.record["results"].extend(
+            [result, {**about, "system": BARE, "status": "extrapolated", "ms": all_products, "parts": bare}]
+        )
 
     def measure(self, size: Size) -> None:
-        """All systems at one size."""
+        """Measures all systems at one size."""
         query, document = size.vectors(self.device)
         row = mb.maxsim_logsumexp(query.detach(), document.detach(), scale_of(query), backend=self.backend).row
         truth = Truth(query, document, row)
@@ -264,30 +267,30 @@ class Run:
                     works[name] = step
                 else:
                     result["status"] = WRONG
-            except Exception as error:  # a library may fail in any way; the others are still measured
+            except Exception as error:  # a library can fail in any way; the others are still measured
                 result["status"] = failure(error)
             clear(self.device)
         plain = query.detach(), document.detach()
-        works_beside = {"forward": lambda: mb.late_interaction_loss(*plain, scale=scale_of(query), backend=self.backend)}
-        times = self.take_turns({**works, **works_beside, **bare_products(query, document)})
+        forward_work = {"forward": lambda: mb.late_interaction_loss(*plain, scale=scale_of(query), backend=self.backend)}
+        times = self.take_turns({**works, **forward_work, **bare_products(query, document)})
         for result in results:
             if result["system"] in works:
                 result["ms"] = times[result["system"]]
         results[0]["forward_ms"] = times["forward"]
         bare = {part: times[part] for part in ("S", "dQ", "dD")}
-        whole = 2 * bare["S"] + bare["dQ"] + bare["dD"]
-        results.append({**about, "system": BARE, "status": OK, "ms": whole, "parts": bare})
-        given = sum(part.numel() * part.element_size() for part in (query, document))
-        results[0]["input_bytes"] = given
+        all_products = 2 * bare["S"] + bare["dQ"] + bare["dD"]
+        results.append({**about, "system": BARE, "status": OK, "ms": all_products, "parts": bare})
+        input_bytes = sum(part.numel() * part.element_size() for part in (query, document))
+        results[0]["input_bytes"] = input_bytes
         self.record["results"].extend(results)
 
     def take_turns(self, works: dict[str, Callable[[], Any]]) -> dict[str, float]:
-        """Milliseconds of each."""
+        """Returns the milliseconds of each function."""
         rounds, seconds = (1, 0.005) if self.args.tiny else (self.args.rounds, SECONDS_A_ROUND)
         return take_turns(works, self.device, rounds, seconds)
 
     def run(self) -> None:
-        """Everything, until the time is up."""
+        """Measures all sizes until the time limit."""
         for text in self.args.sizes:
             size = Size(*map(int, text.split("x")))
             if self.record.seconds_left() <= 0:
@@ -303,15 +306,15 @@ class Run:
 
 
 LEGEND = (
-    "Bare products: the product of all vectors twice, and the two products of a dense gradient. Bare ÷ time: their time ÷ the "
-    "time of the system. × megabatch: multiples of megabatch's time. Extra GiB: peak memory beyond the inputs, gradients "
-    "included. Error: of sampled gradients, relative to float64."
+    "Bare products: the matmul of all vectors twice, and the two matmuls of a dense gradient. Bare ÷ time: their time ÷ the "
+    "time of the system. × megabatch: multiples of the time of megabatch. Extra GiB: peak memory in addition to the inputs, "
+    "including gradients. Gradient error: of sampled gradients, relative to float64."
 )
 HEADINGS = ["B", "Lq", "Ld", "system", "ms", "bare ÷ time", "× megabatch", "extra GiB", "loss", "gradient error"]
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """Markdown."""
+    """Returns the Markdown of a record."""
     rows, lines = [], []
     for group in groups(record["results"], "B", "Lq", "Ld").values():
         bare = next((r["ms"] for r in group if r["system"] == BARE), None)
@@ -324,34 +327,34 @@ def markdown(record: dict[str, Any]) -> str:
         if "forward_ms" in ours:
             lines.append(_describe(ours, next(r["parts"]["S"] for r in group if r["system"] == BARE)))
     return paragraphs(
-        "Late interaction on a GPU, forward + backward, bf16, D = 128: B queries of Lq vectors, B documents of Ld.",
+        "Late interaction on a GPU, forward + backward, bf16, D = 128. B queries have Lq vectors, B documents have Ld vectors.",
         TextTable(HEADINGS, rows, names=(3,)).markdown(),
         LEGEND,
-        "Forward alone, against one bare product; memory against inputs and gradients; logsumexps against float64:",
+        "Time of one bare matmul ÷ time of only the forward pass; memory; error of the logsumexps to float64; repeated runs:",
         "\n".join(lines),
     )
 
 
 def _describe(ours: dict[str, Any], bare: float) -> str:
     gigabytes = {name: ours[name] / 2**30 for name in ("input_bytes", "peak_bytes") if name in ours}
-    memory = f"{gigabytes.get('peak_bytes', 0):.2f} GiB beyond {gigabytes['input_bytes']:.2f} GiB of inputs"
-    told = {True: "the same bits in two runs", False: "DIFFERENT BITS in two runs", None: "one run"}
+    memory = f"{gigabytes.get('peak_bytes', 0):.2f} GiB in addition to {gigabytes['input_bytes']:.2f} GiB of inputs"
+    repeats = {True: "two runs are bitwise identical", False: "two runs are NOT IDENTICAL", None: "one run"}
     return (
         f"- {ours['B']:,} pairs, {ours['Lq']} × {ours['Ld']}: {bare / ours['forward_ms']:.3f} ({ours['forward_ms']:.2f} ms); "
-        f"{memory}; {ours.get('row_error', float('nan')):.0e}; {told[ours.get('same_bits')]}"
+        f"{memory}; {ours.get('row_error', float('nan')):.0e}; {repeats[ours.get('same_bits')]}"
     )
 
 
 def draw(record: dict[str, Any]) -> Any:
-    """Time and memory against the batch, for the lengths of queries and documents with most batches; None for one batch."""
+    """Draws time and memory against the batch size, for the lengths that have most batches. Returns None for one batch."""
     (Lq, Ld), rows = max(groups(record["results"], "Lq", "Ld").items(), key=lambda group: len(_batches(group[1])))
     title = f"Late interaction, {Lq} × {Ld} vectors, forward + backward, bf16; {chip(record)}"
     panels = {
         "time, ms": lambda r: r.get("ms"),
         "memory beyond the inputs, GiB": lambda r: r["peak_bytes"] / 2**30 if "peak_bytes" in r else None,
     }
-    colours = {OURS: plots.GREEN, BARE: plots.INK}
-    return draw_systems(title, rows, panels, colours, dashed=(BARE,)) if len(_batches(rows)) > 1 else None
+    colors = {OURS: plots.GREEN, BARE: plots.INK}
+    return draw_systems(title, rows, panels, colors, dashed=(BARE,)) if len(_batches(rows)) > 1 else None
 
 
 def _batches(rows: list[dict[str, Any]]) -> set[int]:
@@ -360,9 +363,15 @@ def _batches(rows: list[dict[str, Any]]) -> set[int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", nargs="*", default=None, metavar="BxLQxLD", help=f"({' '.join(SIZES)})")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each system; the median is kept (3)")
-    parser.add_argument("--peers", type=Path, help="folder of packages to compare with")
+    parser.add_argument(
+        "--sizes",
+        nargs="*",
+        default=None,
+        metavar="BxLQxLD",
+        help=f"pairs, vectors of a query, vectors of a document (default: {' '.join(SIZES)})",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="number of turns of each system; the median counts (default: 3)")
+    parser.add_argument("--peers", type=Path, help="folder with packages to compare with")
     arguments(parser, "late_interaction_gpu", 190)
     args = parser.parse_args()
     if args.sizes is None:

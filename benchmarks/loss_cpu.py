@@ -1,10 +1,10 @@
-"""Time and memory of the CLIP loss on a CPU: megabatch, open_clip's dense loss, and checkpointed chunks of rows.
+"""Measures time and memory of the CLIP loss on a CPU: megabatch, the dense loss of open_clip, and chunks with checkpointing.
 
-Every measurement is a fresh process with inputs from a fixed seed. The loss and sampled rows of both gradients are compared
-with float64 first; a wrong result is not timed. The systems take turns, so that a slow moment of the machine does not affect
-only one of them. Other programs affect every number, so leave the machine alone while the benchmark runs.
+Every measurement is a fresh process with inputs from a fixed seed. First, the loss and sampled rows of both gradients are
+compared with float64. A wrong result is not timed. The systems take turns, so that a slow moment of the machine does not affect
+only one of them. Other programs affect every number, so do not use the machine while the benchmark runs.
 
-    python benchmarks/loss_cpu.py --batches 1024 2048 4096 --rounds 1 --output demo        for a quick look
+    python benchmarks/loss_cpu.py --batches 1024 2048 4096 --rounds 1 --output demo        a quick run
 """
 
 import argparse
@@ -16,22 +16,22 @@ from megabatch.cached.memory import available_memory
 from megabatch_train.bench.losses import CHUNKS, DENSE, MEGABATCH, ClipTruth, LossResult, measure_one, pairs, truth_of
 from megabatch_train.bench.measure import FAILED, MEMORY, OK, ProcessError, Record, arguments, fresh_process
 from megabatch_train.bench.report import draw_losses, losses_table
-from megabatch_train.commands import whole
+from megabatch_train.commands import parse_positive_int
 from megabatch_train.display import plots
 
 SYSTEMS = (MEGABATCH, DENSE, CHUNKS)
 BATCHES, WIDTH = [64, 256, 1024, 2048, 4096, 8192, 16384, 32768], 512
-REPEAT_SECONDS = 2.0  # of timing in one process; one step is always timed
-MEMORY_SHARE = 0.9  # of the available memory; a loss that needs more is out of memory
+REPEAT_SECONDS = 2.0  # time to measure in one process; at least one step is timed
+MEMORY_SHARE = 0.9  # fraction of the available memory; a loss that needs more is out of memory
 
 
 def measure(system: str, batch: int, width: int, right: ClipTruth) -> LossResult:
-    """Runs in a process of its own."""
+    """Measures a system. Runs in a fresh process."""
     return measure_one(system, pairs(batch, width), right, "cpu", REPEAT_SECONDS)
 
 
 def truth(batch: int, width: int) -> ClipTruth:
-    """Runs in a process of its own."""
+    """Returns the reference. Runs in a fresh process."""
     return truth_of(*pairs(batch, width))
 
 
@@ -40,12 +40,12 @@ def one_round(system: str, batch: int, width: int, right: ClipTruth) -> LossResu
     limit = None if available is None else int(MEMORY_SHARE * available)
     try:
         return fresh_process(measure, system, batch, width, right, memory_limit=limit)
-    except ProcessError as error:  # the system may have killed it for its memory; the others are still measured
+    except ProcessError as error:  # the operating system may have killed it for its memory; the others are still measured
         return LossResult(system, batch, f"{FAILED}: {error}")
 
 
 def best(rounds: list[LossResult]) -> LossResult:
-    """The first failure, or else the fastest round, with the largest peak of all rounds."""
+    """Returns the first failure, or else the fastest round with the largest peak of all rounds."""
     failures = [result for result in rounds if result.status != OK]
     if failures:
         return failures[0]
@@ -55,17 +55,17 @@ def best(rounds: list[LossResult]) -> LossResult:
 
 
 def _as_bench(record: dict[str, Any]) -> dict[str, Any]:
-    """The record as `megabatch bench` writes it."""
+    """Converts the record to the form of `megabatch bench`."""
     return record | {"device": "cpu", "dtype": "float32", "losses": record["results"], "products": []}
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The table of `megabatch bench`."""
+    """Returns the table of `megabatch bench`."""
     return losses_table(_as_bench(record)).markdown()
 
 
 def draw(record: dict[str, Any]) -> Any:
-    """Time and memory against the batch."""
+    """Draws time and memory against the batch size."""
     about = f"{record['machine']['cpu']}, {record['machine']['cores']} cores"
     title = f"CLIP loss, forward and backward, float32, D = {record['width']}; {about}"
     figure, panels = plots.panels(title, 2)
@@ -76,9 +76,23 @@ def draw(record: dict[str, Any]) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=whole, nargs="+", default=BATCHES, metavar="N", help="pairs (64 to 32768)")
-    parser.add_argument("--width", type=whole, default=WIDTH, metavar="D", help=f"embedding width ({WIDTH})")
-    parser.add_argument("--rounds", type=whole, metavar="R", help="fresh processes for each number (3; above 16384 one)")
+    parser.add_argument(
+        "--batches",
+        type=parse_positive_int,
+        nargs="+",
+        default=BATCHES,
+        metavar="N",
+        help="batch sizes, in pairs (default: 64 to 32768)",
+    )
+    parser.add_argument(
+        "--width", type=parse_positive_int, default=WIDTH, metavar="D", help=f"embedding dimension (default: {WIDTH})"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=parse_positive_int,
+        metavar="R",
+        help="fresh processes for each number (default: 3, or 1 above 16384 pairs)",
+    )
     arguments(parser, "loss_cpu")
     args = parser.parse_args()
     record = Record.of_script("loss_cpu", args, width=args.width)
@@ -90,7 +104,7 @@ def main() -> int:
             for system in SYSTEMS:
                 record.say(f"{batch:,} pairs, round {i + 1}: {system}")
                 rounds[system].append(one_round(system, batch, args.width, right))
-        record["results"].extend(asdict(best(found)) for found in rounds.values())
+        record["results"].extend(asdict(best(results)) for results in rounds.values())
         record.save()
     record.finish(markdown, draw)
     return 0 if all(result["status"] in (OK, MEMORY) for result in record["results"]) else 1

@@ -1,9 +1,9 @@
-"""Time and memory of contrastive losses on a GPU: megabatch, the bare products it is made of, and other projects' losses.
+"""Measures time and memory of contrastive losses on a GPU, and compares megabatch with other projects and the bare products.
 
-All systems get the same bf16 embeddings and take turns in one process, so that the clock of a power-limited chip favours none.
-Before a system is timed, its loss and sampled rows of its gradients are compared with float64. An error larger than bf16
-explains is marked WRONG, and the system gets no time. "Bare products" are the four matrix products that every exact loss needs
-(S, S again, dX, dY; three for SigLIP), computed by cuBLAS, each in the fastest of several shapes of strips.
+All systems get the same bf16 embeddings and take turns in one process, so that the clock of a power-limited chip favors none of
+them. Before a system is timed, its loss and sampled rows of its gradients are compared with float64. If an error is larger than
+bf16 explains, the system is marked WRONG and has no time. "Bare products" are the four matmuls that every exact loss needs
+(S, S again, dX and dY; SigLIP needs S only once). cuBLAS computes each of them in the fastest of several shapes of strips.
 """
 
 import argparse
@@ -59,13 +59,13 @@ BIAS = -10.0
 BARE_STRIPS = ((8192, 16384), (16384, 8192), (16384, 16384), (8192, 65536), (65536, 8192), (32768, 32768))  # up to 2 GiB
 SECONDS_A_ROUND = 0.15
 SYSTEMS = (MEGABATCH, DENSE, INF_CL, CUT, LIGER)
-SLOW = {INF_CL: 65536, CUT: 65536}  # not tried on larger batches: seconds for one call
+SLOW = {INF_CL: 65536, CUT: 65536}  # largest batch of slow systems; with more pairs, a call takes seconds
 BARE, FORWARD = "bare products", "megabatch forward"
 Step = Callable[[], tuple[Tensor, ...]]  # loss, d image, d text, further gradients
 
 
 def clip_systems(image: Tensor, text: Tensor) -> dict[str, Callable[[], Step]]:
-    """How to build each system; an ImportError says that it is not installed."""
+    """Returns a function that builds each system. It raises an ImportError if the system is not installed."""
     device = image.device.type
     scale = torch.tensor(SCALE, device=device, requires_grad=True)
     return {name: lambda name=name: partial(with_gradients, loss_of(name, device), (image, text, scale)) for name in SYSTEMS}
@@ -89,7 +89,7 @@ def siglip_systems(image: Tensor, text: Tensor) -> dict[str, Callable[[], Step]]
 
 
 def siglip_truth(image: Tensor, text: Tensor, scale: float, sample: Tensor) -> ClipTruth:
-    """The loss, and rows `sample` of both gradients, in float64, written out from the definition."""
+    """Returns the loss and the rows `sample` of both gradients in float64, from the definition."""
     x, y = image.double(), text.double()
     sums = [F.softplus(scale * rows @ y.T + BIAS, threshold=50.0).sum() for rows in x.split(512)]
     match = scale * (x * y).sum(1) + BIAS
@@ -106,7 +106,7 @@ KINDS = {"clip": (clip_systems, clip_truth), "siglip": (siglip_systems, siglip_t
 
 
 def bare_shapes(image: Tensor, text: Tensor) -> dict[str, dict[str, Callable[[], None]]]:
-    """The bare products in strips of each shape, among them the strips of the loss. Sides are cut to the batch."""
+    """Returns the bare products in strips of each shape, including the strips of the loss. No side is larger than the batch."""
     B, size = len(image), image.element_size()
     own = [pair_strip(B, size), strip_size(B, B, image.shape[1], size)]
     sides = {(min(rows, B), min(columns, B)) for rows, columns in (*BARE_STRIPS, *((s.rows, s.columns) for s in own))}
@@ -114,13 +114,13 @@ def bare_shapes(image: Tensor, text: Tensor) -> dict[str, dict[str, Callable[[],
 
 
 def measure(B: int, D: int, rounds: int, kind: str, device: str) -> list[dict[str, Any]]:
-    """All systems at one size."""
+    """Measures all systems at one size."""
     image, text, _ = pairs(B, D, device)
     sample = sample_rows(B).to(device)
     systems, truth_of = KINDS[kind]
     right = truth_of(image.detach(), text.detach(), SCALE, sample)
     results: list[dict[str, Any]] = []
-    running: dict[str, Callable[[], Any]] = {}
+    steps: dict[str, Callable[[], Any]] = {}
     for name, build in systems(image, text).items():
         result: dict[str, Any] = {"loss_name": kind, "B": B, "D": D, "system": name, "status": OK}
         results.append(result)
@@ -139,19 +139,19 @@ def measure(B: int, D: int, rounds: int, kind: str, device: str) -> list[dict[st
         result |= {"loss": loss.item(), "loss_error": errors[0], "gradient_error": errors[1]}
         if not is_right(loss.item(), *errors, device):
             result["status"] = WRONG
-        running[name] = step
+        steps[name] = step
     shapes = bare_shapes(image.detach(), text.detach())
-    products = {f"{product} in {shape}": work for shape, found in shapes.items() for product, work in found.items()}
+    products = {f"{product} in {shape}": work for shape, by_product in shapes.items() for product, work in by_product.items()}
     if kind == "clip":
         scale, loss = torch.tensor(SCALE, device=device), loss_of(MEGABATCH, device)
-        running[FORWARD] = torch.no_grad()(lambda: loss(image, text, scale))
-    best = take_turns({**running, **products}, device, rounds, SECONDS_A_ROUND)
+        steps[FORWARD] = torch.no_grad()(lambda: loss(image, text, scale))
+    best = take_turns({**steps, **products}, device, rounds, SECONDS_A_ROUND)
     for result in results:
-        if result["system"] in running:
+        if result["system"] in steps:
             result["ms" if result["status"] == OK else "wrong_ms"] = best[result["system"]]
     bare = {product: min(best[f"{product} in {shape}"] for shape in shapes) for product in ("S", "dX", "dY")}
-    whole = (2 if kind == "clip" else 1) * bare["S"] + bare["dX"] + bare["dY"]
-    results.append({"loss_name": kind, "B": B, "D": D, "system": BARE, "status": OK, "ms": whole, "parts": bare})
+    all_products = (2 if kind == "clip" else 1) * bare["S"] + bare["dX"] + bare["dY"]
+    results.append({"loss_name": kind, "B": B, "D": D, "system": BARE, "status": OK, "ms": all_products, "parts": bare})
     results[-1]["shapes"] = {name: best[name] for name in products}
     if kind == "clip":
         results[0]["forward_ms"] = best[FORWARD]
@@ -159,7 +159,7 @@ def measure(B: int, D: int, rounds: int, kind: str, device: str) -> list[dict[st
 
 
 def measure_large(B: int, D: int) -> dict[str, Any]:
-    """One step at a batch where a dense loss is out of the question; sampled rows against float64."""
+    """Measures one step at a batch that is too large for a dense loss, and compares sampled rows with float64."""
     scale = torch.tensor(SCALE, device="cuda", requires_grad=True)
 
     def step_of(batch: int) -> tuple[Tensor, Tensor, Step]:
@@ -170,9 +170,9 @@ def measure_large(B: int, D: int) -> dict[str, Any]:
     small()  # compiles
     small_ms = milliseconds(small, "cuda", SECONDS_A_ROUND)
     image, text, step = step_of(B)
-    found: list[Tensor] = []
-    seconds, peak = peak_memory(lambda: milliseconds(lambda: found.extend(step()), "cuda", 0.0) / 1000, "cuda")
-    loss, dimage, dtext, _ = found
+    outputs: list[Tensor] = []
+    seconds, peak = peak_memory(lambda: milliseconds(lambda: outputs.extend(step()), "cuda", 0.0) / 1000, "cuda")
+    loss, dimage, dtext, _ = outputs
     with torch.no_grad():
         row, col = (v.double() for v in mb.pairwise_logsumexp(image, text, SCALE, backend="triton"))
         x, y, sample = image.detach(), text.detach(), torch.linspace(0, B - 1, 8, device="cuda").long()
@@ -182,26 +182,27 @@ def measure_large(B: int, D: int) -> dict[str, Any]:
             errors[f"logsumexp {name}"] = (s.logsumexp(1) - own[sample]).abs().max().item()
             g = (s - own[sample, None]).exp_() + (s - other).exp_()
             products = [p @ q.double() for p, q in zip(g.split(2**20, 1), b.split(2**20), strict=True)]
-            wanted = (torch.stack(products).sum(0) - 2 * b[sample].double()) * (SCALE / (2 * B))
-            errors[f"gradient {name}"] = ((gradient[sample].double() - wanted).norm() / wanted.norm()).item()
+            expected = (torch.stack(products).sum(0) - 2 * b[sample].double()) * (SCALE / (2 * B))
+            errors[f"gradient {name}"] = ((gradient[sample].double() - expected).norm() / expected.norm()).item()
     result = {"B": B, "D": D, "seconds": seconds, "peak_bytes": peak, "loss": loss.item(), "errors": errors}
     return result | {"against_64k": seconds * 1000 / (small_ms * (B / 65536) ** 2)}
 
 
 LEGEND = (
-    "Bare products: the matrix products that every exact loss needs, four for CLIP and three for SigLIP, by cuBLAS, {strips}. "
-    "Bare ÷ time: their time ÷ the time of the system. × megabatch: multiples of megabatch's time. "
-    "Extra GiB: peak memory beyond the inputs, gradients included. "
+    "Bare products: the matmuls that every exact loss needs, four for CLIP and three for SigLIP, by cuBLAS, "
+    "{strips}. "
+    "Bare ÷ time: their time ÷ the time of the system. × megabatch: multiples of the time of megabatch. "
+    "Extra GiB: peak memory in addition to the inputs, including gradients. "
     "Errors: relative to float64, for gradients on sampled rows. WRONG: the error is larger than bf16 explains."
 )
 HEADINGS = ["loss", "B", "D", "system", "ms", "TFLOP/s", "bare ÷ time", "× megabatch", "extra GiB", "value", "error"]
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The table, the forward passes and the large batches."""
-    found = list(groups(record["results"], "loss_name", "B", "D").values())
+    """Returns the Markdown of a record: the table, the forward passes and the large batches."""
+    by_size = list(groups(record["results"], "loss_name", "B", "D").values())
     rows = []
-    for group in found:
+    for group in by_size:
         bare = next(r["ms"] for r in group if r["system"] == BARE)
         ours = next((r.get("ms") for r in group if r["system"] == MEGABATCH), None)
         for r in group:
@@ -213,12 +214,12 @@ def markdown(record: dict[str, Any]) -> str:
             rows.append([*cells, *(cell(r.get(key), ".0e") for key in ("loss_error", "gradient_error"))])
     shapes = max(len(r["shapes"]) // 3 if "shapes" in r else 1 for r in record["results"] if r["system"] == BARE)
     strips = "in strips of 256 MiB" if shapes == 1 else f"each in the fastest of up to {shapes} shapes of strips"
-    lines = [_describe_forward(group) for group in found if "forward_ms" in group[0]]
+    lines = [_describe_forward(group) for group in by_size if "forward_ms" in group[0]]
     return paragraphs(
-        "Contrastive losses on a GPU, forward + backward, bf16, B pairs of embeddings D wide.",
+        "Contrastive losses on a GPU, forward + backward, in bf16, for B pairs of embeddings with D dimensions.",
         TextTable([*HEADINGS, "gradient error"], rows, names=(0, 3)).markdown(),
         LEGEND.format(strips=strips),
-        "Forward alone: time of the bare product S ÷ time.",
+        "Only the forward pass: time of the bare product S ÷ time of the forward pass.",
         "\n".join(lines + [_describe_large(r) for r in record.get("large", [])]),
     )
 
@@ -234,13 +235,13 @@ def _describe_large(r: dict[str, Any]) -> str:
     against = f", {r['against_64k']:.3f} of (B/64k)² times the time at 64k" if "against_64k" in r else ""
     return (
         f"- B = {r['B']:,}, D = {r['D']}: {r['seconds']:.1f} s forward + backward{against}; "
-        f"{r['peak_bytes'] / 2**30:.1f} GiB beyond the inputs, gradients included; loss {r['loss']:.4f}; "
-        f"errors on sampled rows against float64: {errors}"
+        f"{r['peak_bytes'] / 2**30:.1f} GiB in addition to the inputs, including gradients; loss {r['loss']:.4f}; "
+        f"errors on sampled rows relative to float64: {errors}"
     )
 
 
 def draw(record: dict[str, Any]) -> Any:
-    """Time and memory of CLIP losses against the batch."""
+    """Draws time and memory of CLIP losses against the batch size."""
     title = f"CLIP loss, forward + backward, bf16, D = 512; {chip(record)}"
     rows = [r for r in record["results"] if r["loss_name"] == "clip" and r["D"] == 512]
     panels = {
@@ -252,10 +253,14 @@ def draw(record: dict[str, Any]) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", nargs="*", default=SIZES, metavar="BxD", help="batches and widths for the CLIP losses")
-    parser.add_argument("--siglip", nargs="*", default=["65536x768"], metavar="BxD", help="and for the SigLIP losses")
-    parser.add_argument("--large", nargs="*", type=int, default=[], metavar="B", help="one step each at D = 512: 1048576 …")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each system; the median is kept (3)")
+    parser.add_argument("--sizes", nargs="*", default=SIZES, metavar="BxD", help="batches and dims of the CLIP losses")
+    parser.add_argument(
+        "--siglip", nargs="*", default=["65536x768"], metavar="BxD", help="batches and dims of the SigLIP losses"
+    )
+    parser.add_argument(
+        "--large", nargs="*", type=int, default=[], metavar="B", help="batches with one step each at D = 512, such as 1048576"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="number of turns of each system; the median counts (default: 3)")
     arguments(parser, "loss_gpu", 260)
     args = parser.parse_args()
     device = device_of(args)

@@ -1,6 +1,6 @@
-"""Table 2 of Inf-CL's paper (arXiv 2410.17243) from the plan: ViT-L/14 on 8 and 32 A800 of 80 GB, nothing run on a GPU.
+"""Compares `megabatch plan` with table 2 of the paper of Inf-CL (arXiv 2410.17243): ViT-L/14 on 8 and 32 A800 of 80 GB.
 
-Needs open_clip, for the model's shape. Writes paper_table.md.
+The script needs open_clip for the shape of the model. It needs no GPU. It writes paper_table.md.
 """
 
 import argparse
@@ -12,19 +12,26 @@ from megabatch_train.planning.costs import INF_CL, LOCAL, MEGABATCH, VANILLA, lo
 from megabatch_train.planning.step import HOST, REPLAY
 
 GIB, K = 2**30, 1024
-CHUNK = 128  # the paper's
-LOSS = {  # GB of loss memory on 8 GPUs, at so many thousand pairs
+CHUNK = 128  # as in the paper
+LOSS = {  # GB of loss memory on 8 GPUs, by thousands of pairs
     VANILLA: {32: 16.67, 64: 66.11},
     LOCAL: {32: 2.27, 64: 8.63, 128: 33.64},
     INF_CL: {32: 0.18, 64: 0.36, 128: 0.72, 256: 1.45, 1024: 6.53, 4096: 26.12},
 }
-LARGEST = {(8, LOCAL): 184, (32, LOCAL): 368, (8, INF_CL): 4096, (32, INF_CL): 12288}  # thousand pairs, inputs on the host
-SECONDS = {32: 25.0, 64: 49.4, 128: 98.3, 256: 200.3}  # of an iteration of Inf-CL on 8 GPUs
+LARGEST = {
+    (8, LOCAL): 184,
+    (32, LOCAL): 368,
+    (8, INF_CL): 4096,
+    (32, INF_CL): 12288,
+}  # thousands of pairs, with inputs on the host
+SECONDS = {32: 25.0, 64: 49.4, 128: 98.3, 256: 200.3}  # seconds per iteration of Inf-CL on 8 GPUs, by thousands of pairs
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent / "results", help="folder")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).resolve().parent / "results", help="folder for the result"
+    )
     args = parser.parse_args()
     gpu = gpus.find("A800-80GB")
     eight = step.make(models.model("open_clip:ViT-L-14"), step.Setup(gpu, 8), CHUNK)
@@ -45,10 +52,10 @@ def loss_table(plan: step.Plan) -> TextTable:
             paper = LOSS.get(system, {}).get(thousands)
             size = loss_bytes(system, plan.shape(thousands * K)) / GIB
             fits = plan.peak_with_caching(thousands * K, system, REPLAY).total <= plan.setup.gpu.usable
-            told = f" ({paper})" if paper else "" if system == MEGABATCH else " (out of memory)"
-            cells.append((f"{size:.2f}" if fits else "out of memory") + told)
+            note = f" ({paper})" if paper else "" if system == MEGABATCH else " (out of memory)"
+            cells.append((f"{size:.2f}" if fits else "out of memory") + note)
         rows.append([f"{thousands}k", *cells])
-    title = "Loss memory of a GPU, 8 GPUs, GiB (the paper's number in brackets):"
+    title = "Loss memory of a GPU in GiB, on 8 GPUs (in brackets: the paper):"
     return TextTable(["pairs", *step.SYSTEMS], rows, title, names=())
 
 
@@ -61,9 +68,7 @@ def largest_table(plans: dict[int, step.Plan]) -> TextTable:
             size = plan.largest(system, REPLAY if system == MEGABATCH else HOST) // K
             cells.append(f"{size:,}k" + (f" ({paper:,}k)" if paper else ""))
         rows.append([str(ranks), *cells])
-    title = (
-        "Largest batch, thousand pairs; others with inputs on the host, megabatch with replay (the paper's number in brackets):"
-    )
+    title = "Largest batch in thousands of pairs, with replay for megabatch, else inputs on the host (in brackets: the paper):"
     return TextTable(["GPUs", *step.SYSTEMS], rows, title, names=())
 
 
@@ -72,8 +77,8 @@ def time_table(plan: step.Plan) -> TextTable:
     for thousands, paper in SECONDS.items():
         inf_cl, ours = (plan.seconds(thousands * K, system).total for system in (INF_CL, MEGABATCH))
         rows.append([f"{thousands}k", f"{inf_cl:.1f}", str(paper), f"{ours:.1f}"])
-    headings = ["pairs", "Inf-CL, planned", "the paper", "megabatch, planned"]
-    return TextTable(headings, rows, "Seconds of an iteration, 8 GPUs:", names=())
+    headings = ["pairs", "Inf-CL, planned", "Inf-CL, paper", "megabatch, planned"]
+    return TextTable(headings, rows, "Seconds per iteration, on 8 GPUs:", names=())
 
 
 if __name__ == "__main__":

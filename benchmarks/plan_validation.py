@@ -1,9 +1,9 @@
-"""`megabatch plan` against a GPU: memory and time of cached steps that were planned before they are run.
+"""Compares `megabatch plan` with measurements on a GPU: memory and time of steps with gradient caching.
 
-For each model, chunk and batch a whole step of `cached_backward` is run, AdamW included, and its peak is compared with the
-plan's. All embeddings and the whole loss are in place. Of the chunks only the first and the last few are encoded; for those
-between, the towers return made-up embeddings with a gradient, so that a batch of a million takes seconds. What encoding takes
-is timed on whole chunks and multiplied. The last case of ViT-L/14 reads its images by replay.
+For each model, chunk size and batch, the script runs a step of `cached_backward` with AdamW, and compares its peak memory with
+the plan. The step has all embeddings and the whole loss. The towers encode only the first and the last few chunks. For other
+chunks they return random embeddings with a gradient, so that a batch of a million pairs takes seconds. The time of encoding is
+measured on complete chunks and multiplied. The last case of ViT-L/14 reads its images by replay.
 """
 
 import argparse
@@ -41,8 +41,8 @@ from megabatch_train.planning import gpus, step
 from megabatch_train.planning.costs import MEGABATCH, Shape, loss_bytes, loss_seconds
 from megabatch_train.planning.models import Model, ModelSide, nowhere, without_data
 
-REAL = 2  # chunks that are encoded at the beginning, and at the end
-CASES = [  # model, chunk, batch, where images come from
+REAL = 2  # number of chunks that are encoded at the beginning and at the end
+CASES = [  # (model, chunk size, batch, source of images)
     ("ViT-L/14", 256, 4096, "made"),
     ("ViT-L/14", 128, 65536, "made"),
     ("ViT-L/14", 256, 65536, "made"),
@@ -60,38 +60,38 @@ TINY = [("tiny", 16, 64, "made"), ("tiny", 16, 256, "replay")]
 
 
 class Tokens(mb.Source):
-    """Random words made where they are needed; the last is the largest id, which CLIP takes for the end of the text."""
+    """A source of random tokens. The last token has the largest id, which is the end of the text in CLIP."""
 
     def __init__(self, rows: int, device: str) -> None:
         self.rows, self.device = rows, device
 
     def __len__(self) -> int:
-        """Texts."""
+        """Returns the number of texts."""
         return self.rows
 
     def chunks(self, spans: Sequence[tuple[int, int]], device: torch.device | None) -> Iterator[Tensor]:
-        """(n, CONTEXT), the same for the same span."""
+        """Yields tokens (n, CONTEXT). The same span always has the same tokens."""
         for start, stop in spans:
             generator = torch.Generator(self.device).manual_seed(start)
-            made = torch.randint(1, VOCABULARY - 2, (stop - start, CONTEXT), generator=generator, device=self.device)
-            made[:, -1] = VOCABULARY - 1
-            yield made
+            ids = torch.randint(1, VOCABULARY - 2, (stop - start, CONTEXT), generator=generator, device=self.device)
+            ids[:, -1] = VOCABULARY - 1
+            yield ids
 
 
 class Truncated(mb.Source):
-    """The first and last chunks of a source; between them a number for each sample, which `MadeUp` understands."""
+    """The first and the last chunks of a source. Other chunks contain a number for each sample, which `PartTower` reads."""
 
     def __init__(self, source: mb.Source, chunk: int) -> None:
         self.source, self.chunk, self.reuses_memory = source, chunk, source.reuses_memory
 
     def __len__(self) -> int:
-        """Samples, all of them."""
+        """Returns the number of samples of the other source."""
         return len(self.source)
 
     def chunks(self, spans: Sequence[tuple[int, int]], device: torch.device | None) -> Iterator[Tensor]:
-        """(n, …), or (n, 1) on the host."""
-        whole = [span for span in spans if self._is_real(span)]
-        with closing(iter(self.source.chunks(whole, device))) as real:
+        """Yields real chunks (n, …), or numbers (n, 1) on the host."""
+        real_spans = [span for span in spans if self._is_real(span)]
+        with closing(iter(self.source.chunks(real_spans, device))) as real:
             for span in spans:
                 yield next(real) if self._is_real(span) else torch.full((span[1] - span[0], 1), span[0])
 
@@ -99,18 +99,18 @@ class Truncated(mb.Source):
         return span[0] < REAL * self.chunk or span[0] >= len(self) - REAL * self.chunk
 
 
-class MadeUp(nn.Module):
-    """A tower that encodes real chunks, and for others returns unit vectors that depend on a parameter."""
+class PartTower(nn.Module):
+    """A tower that encodes real chunks. For other chunks it returns random unit vectors that depend on a parameter."""
 
     def __init__(self, tower: nn.Module, width: int, device: str) -> None:
         super().__init__()
         self.tower, self.width, self.device = tower, width, device
         self.one = nn.Parameter(torch.ones(width, device=device))
-        self.dtype = torch.float32  # of the real embeddings, which come first
-        self.after_loss: Any = None  # told once, when the second pass begins
+        self.dtype = torch.float32  # dtype of the real embeddings, which are computed first
+        self.after_loss: Any = None  # called once, when the second pass begins
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, D)."""
+        """Returns embeddings (n, D)."""
         if self.after_loss is not None:
             self.after_loss()
         if x.shape[-1] != 1:
@@ -118,18 +118,18 @@ class MadeUp(nn.Module):
             self.dtype = embeddings.dtype
             return embeddings
         generator = torch.Generator(self.device).manual_seed(int(x[0, 0]))
-        made = torch.randn(len(x), self.width, generator=generator, device=self.device)
-        return (F.normalize(made, dim=1) * self.one).to(self.dtype)
+        random = torch.randn(len(x), self.width, generator=generator, device=self.device)
+        return (F.normalize(random, dim=1) * self.one).to(self.dtype)
 
 
 class Clock:
-    """Seconds between two moments on the device, without waiting for it: the host launches the loss while it encodes."""
+    """Measures seconds between moments on the device without waiting, because the host launches the loss while it encodes."""
 
     def __init__(self, device: str) -> None:
         self.device, self.moments = device, []
 
     def mark(self) -> None:
-        """Now, as the device sees it."""
+        """Records the current moment of the device."""
         if self.device == "cuda":
             self.moments.append(torch.cuda.Event(enable_timing=True))
             self.moments[-1].record()
@@ -137,7 +137,7 @@ class Clock:
             self.moments.append(time.perf_counter())
 
     def seconds(self) -> float:
-        """Between the last two."""
+        """Returns the seconds between the last two moments."""
         first, second = self.moments[-2:]
         if self.device == "cuda":
             second.synchronize()
@@ -147,7 +147,7 @@ class Clock:
 
 @dataclass
 class Subject:
-    """A model on the device with its optimizer, and the same model without data."""
+    """A model on the device with its optimizer, and the same model without data for the plan."""
 
     name: str
     size: Size
@@ -159,7 +159,7 @@ class Subject:
     planned: Model
 
     def parameters(self) -> list[nn.Parameter]:
-        """All that is trained."""
+        """Returns all trained parameters."""
         return [*self.image.parameters(), *self.text.parameters(), self.log_scale]
 
 
@@ -186,7 +186,7 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, name: str, n: int) -> di
 
 
 def chunk_seconds(s: Subject, chunk: int, device: str) -> tuple[float, float]:
-    """(encoding a chunk of pairs without a graph, encoding it with one and going back)."""
+    """Returns the seconds of encoding a chunk of pairs without a graph, and of a forward and a backward pass."""
     images = next(SyntheticImages(chunk, s.size, device).chunks([(0, chunk)], None))
     texts = next(Tokens(chunk, device).chunks([(0, chunk)], None))
 
@@ -209,12 +209,12 @@ def chunk_seconds(s: Subject, chunk: int, device: str) -> tuple[float, float]:
 
 
 def run_case(s: Subject, plan: step.Plan, batch: int, source: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One step, measured and planned."""
+    """Measures a step, and adds the plan of the step."""
     device, chunk = args.device, plan.chunk
     result: dict[str, Any] = {"model": s.name, "chunk": chunk, "B": batch, "source": source, "status": OK}
     width = s.size.embedding
     tower = UnitRange(s.image) if source == "replay" else s.image
-    image, text = (MadeUp(module, width, device) for module in (tower, s.text))
+    image, text = (PartTower(module, width, device) for module in (tower, s.text))
     images = (
         read_images_twice(batch, s.size, args.workers, seed=batch)
         if source == "replay"
@@ -232,7 +232,7 @@ def run_case(s: Subject, plan: step.Plan, batch: int, source: str, args: argpars
         clock.mark()
         return mb.clip_loss(x, y, s.log_scale.exp(), backend=args.backend)
 
-    def whole_step() -> float:
+    def run_step() -> float:
         with torch.autocast(device, dtype=torch.bfloat16):
             value = mb.cached_backward(loss, sides, chunk_size=chunk)
         s.optimizer.step()
@@ -242,10 +242,10 @@ def run_case(s: Subject, plan: step.Plan, batch: int, source: str, args: argpars
         return value.item()
 
     clear(device)
-    held = torch.cuda.memory_allocated() if device == "cuda" else 0
-    for _ in range(1 if batch > 2**18 else 2):  # the second of small ones has everything compiled
-        value, peak = peak_memory(whole_step, device)
-    result |= {"loss": value, "peak_bytes": peak + held, "loss_seconds": clock.seconds()}
+    held_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
+    for _ in range(1 if batch > 2**18 else 2):  # in the second step of a small batch, everything is compiled
+        value, peak = peak_memory(run_step, device)
+    result |= {"loss": value, "peak_bytes": peak + held_bytes, "loss_seconds": clock.seconds()}
     memory = plan.peak_with_caching(batch, MEGABATCH, step.REPLAY)
     return result | {
         "planned_bytes": memory.total,
@@ -264,8 +264,8 @@ def validate(record: Record, args: argparse.Namespace) -> None:
     if args.device == "cuda":
         gpu = _this_gpu(gpu)
     record.contents["planned_for"] = gpu.name
-    known: dict[str, Subject] = {}
-    made: dict[tuple[str, int], tuple[step.Plan, tuple[float, float]]] = {}
+    subjects: dict[str, Subject] = {}
+    plan_and_times: dict[tuple[str, int], tuple[step.Plan, tuple[float, float]]] = {}
     for name, chunk, batch, source in args.cases:
         expected = 10 + 3 * 8 * batch**2 * SIZES[name].embedding / gpu.rate("bf16") + 0.004 * batch / chunk
         case = {"model": name, "chunk": chunk, "B": batch, "source": source}
@@ -273,16 +273,19 @@ def validate(record: Record, args: argparse.Namespace) -> None:
             record["results"].append(case | {"status": LATE})
             continue
         record.say(f"{name}, chunks of {chunk}, {batch} pairs, {source}")
-        if name not in known:
-            known.clear()  # one model on the device at a time
+        if name not in subjects:
+            subjects.clear()  # only one model is on the device at a time
             gc.collect()
-            known[name] = subject(name, args.device)
-            prepare(known[name], args)
-        s = known[name]
+            subjects[name] = subject(name, args.device)
+            prepare(subjects[name], args)
+        s = subjects[name]
         try:
-            if (name, chunk) not in made:
-                made[name, chunk] = step.make(s.planned, step.Setup(gpu, 1), chunk), chunk_seconds(s, chunk, args.device)
-            plan, times = made[name, chunk]
+            if (name, chunk) not in plan_and_times:
+                plan_and_times[name, chunk] = (
+                    step.make(s.planned, step.Setup(gpu, 1), chunk),
+                    chunk_seconds(s, chunk, args.device),
+                )
+            plan, times = plan_and_times[name, chunk]
             result = run_case(s, plan, batch, source, args) | encoding(plan, times, batch, gpu)
         except torch.OutOfMemoryError as error:
             result = case | {"status": f"out of memory: {str(error).splitlines()[0]}"}
@@ -292,7 +295,7 @@ def validate(record: Record, args: argparse.Namespace) -> None:
 
 
 def prepare(s: Subject, args: argparse.Namespace) -> None:
-    """Gradients and the optimizer's numbers exist, as after a first step; kernels of the loss are compiled."""
+    """Allocates gradients and optimizer states, as after a first step, and compiles the kernels of the loss."""
     for p in s.parameters():
         p.grad = torch.zeros_like(p)
     s.optimizer.step()
@@ -302,7 +305,7 @@ def prepare(s: Subject, args: argparse.Namespace) -> None:
 
 
 def encoding(plan: step.Plan, times: tuple[float, float], batch: int, gpu: gpus.Gpu) -> dict[str, Any]:
-    """Seconds of all chunks and the rate they reach; the planned seconds at that rate and at the assumed one."""
+    """Returns the seconds of all chunks, the fraction of the peak rate, and the planned seconds."""
     forward, both = times
     operations = sum(2 * tower.forward_operations + tower.backward_operations for tower in plan.encoders) * plan.chunk
     efficiency = operations / (forward + both) / gpu.rate("bf16")
@@ -316,7 +319,7 @@ def encoding(plan: step.Plan, times: tuple[float, float], batch: int, gpu: gpus.
 
 
 def _this_gpu(default: gpus.Gpu) -> gpus.Gpu:
-    """The catalogue's entry of the GPU that is here, or the default with its memory."""
+    """Returns the entry of the installed GPU in the catalogue, or the default entry with its name."""
     name = torch.cuda.get_device_name()
     for gpu in gpus.CATALOGUE:
         if gpu.name.split("-")[0].lower() in name.lower().replace(" ", ""):
@@ -324,14 +327,16 @@ def _this_gpu(default: gpus.Gpu) -> gpus.Gpu:
     return replace(default, name=name)
 
 
-COLOURS = {"ViT-B/32": plots.GREEN, "ViT-B/16": plots.BLUE, "ViT-L/14": plots.ORANGE}
+COLORS = {"ViT-B/32": plots.GREEN, "ViT-B/16": plots.BLUE, "ViT-L/14": plots.ORANGE}
 GIB = 2**30
-LARGE = 2**16  # pairs from which the time of the loss is claimed within per cents
+LARGE = 2**16  # fewest pairs for which the summary states the error of the planned time
 
 
-def planned_again(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with times as the library plans them now; measurements and planned memory stay as they were."""
-    gpu = {known.name: known for known in gpus.CATALOGUE}.get(record["planned_for"], gpus.find("H200"))  # as the run chose it
+def plan_times_again(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the record with planned times of the installed version. Measurements and planned memory are unchanged."""
+    gpu = {entry.name: entry for entry in gpus.CATALOGUE}.get(
+        record["planned_for"], gpus.find("H200")
+    )  # the same choice as in the run
 
     def again(r: dict[str, Any]) -> dict[str, Any]:
         shape = Shape(r["B"], 1, 1, SIZES[r["model"]].embedding, 4, half=True)
@@ -344,7 +349,7 @@ def planned_again(record: dict[str, Any]) -> dict[str, Any]:
 
 def table(record: dict[str, Any]) -> str:
     headings = ["model", "chunk", "B", "images", "peak GiB", "planned", "error", "loss ms", "planned", "error"]
-    headings += ["encoders s", "planned", "of the rate"]
+    headings += ["encoders s", "planned", "fraction of peak rate"]
     rows = []
     for r in record["results"]:
         cells = [r["model"], r["chunk"], f"{r['B']:,}", r["source"]]
@@ -364,21 +369,26 @@ def summary(record: dict[str, Any]) -> str:
     if not done:
         return "Nothing was measured."
     memory = max(abs(r["planned_bytes"] / r["peak_bytes"] - 1) for r in done)
-    off = [abs(r["planned_loss_seconds"] / r["loss_seconds"] - 1) for r in done if r["B"] >= LARGE]
-    timed = f", time of the loss within {max(off):.0%} from {LARGE:,} pairs on" if off else ""
+    time_errors = [abs(r["planned_loss_seconds"] / r["loss_seconds"] - 1) for r in done if r["B"] >= LARGE]
+    time_sentence = (
+        f", and the planned time of the loss is within {max(time_errors):.0%} of the measured time from {LARGE:,} pairs on"
+        if time_errors
+        else ""
+    )
     rates = [r["encoder_efficiency"] for r in done]
     return (
-        f"Memory within {memory:.1%} of the measured memory{timed}. Encoders ran at {min(rates):.2f} to {max(rates):.2f} of "
-        f"the rate in the datasheet; a plan assumes {gpus.ENCODER_EFFICIENCY:.2f} by default."
+        f"The planned memory is within {memory:.1%} of the measured memory{time_sentence}. Encoders reach {min(rates):.2f} to "
+        f"{max(rates):.2f} of the peak rate in the datasheet. A plan assumes {gpus.ENCODER_EFFICIENCY:.2f} by default."
     )
 
 
 NOTES = (
-    "Peak: allocated memory in a step with AdamW, weights included. The step holds all embeddings and computes the whole loss; "
-    "only the first and last two chunks are encoded, the others return random embeddings. Encoders s: the time of one chunk, "
-    "extended to all. Of the rate: share of the dense bf16 rate in the datasheet. Measured once. Memory was planned before the "
-    "run. Times are planned with the library's present constants, which were fitted to this run and to loss_gpu.md. Small "
-    "losses are not planned to a per cent: a step of 4,096 pairs takes seconds, its loss a millisecond."
+    "Peak: allocated memory in a step with AdamW, including weights. The step has all embeddings and computes the whole loss. "
+    "The towers encode only the first and the last two chunks, and return random embeddings for the other chunks. Encoders s: "
+    "the time of one chunk, extended to all chunks. Fraction of peak rate: relative to the dense bf16 rate in the datasheet. "
+    "Each case was measured once. Memory was planned before the run. Times are planned with the constants of the installed "
+    "version, which were fitted to this run and to loss_gpu.md. The plan of small losses is less accurate, because a step of "
+    "4,096 pairs takes seconds and its loss takes a millisecond."
 )
 
 
@@ -387,22 +397,22 @@ def _off(planned: float, measured: float) -> str:
 
 
 def draw(record: dict[str, Any]) -> Any:
-    """Planned against measured values."""
-    done = [r for r in planned_again(record)["results"] if r["status"] == OK]
-    figure, panels = plots.panels(f"Plan against measurement; {chip(record)}", 2, height=4.4)
-    shown = (
+    """Draws planned values against measured values."""
+    done = [r for r in plan_times_again(record)["results"] if r["status"] == OK]
+    figure, panels = plots.panels(f"Planned and measured values; {chip(record)}", 2, height=4.4)
+    quantities = (
         ("peak memory, GiB", "peak_bytes", "planned_bytes", GIB),
         ("loss, seconds", "loss_seconds", "planned_loss_seconds", 1),
     )
-    for axes, (label, found, planned, unit) in zip(panels, shown, strict=True):
-        values = [r[key] / unit for r in done for key in (found, planned)]
+    for axes, (label, measured, planned, unit) in zip(panels, quantities, strict=True):
+        values = [r[key] / unit for r in done for key in (measured, planned)]
         ends = (0.7 * min(values), 1.4 * max(values))
         axes.plot(ends, ends, color=plots.GREY, linewidth=1)
         axes.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color=plots.LINE)
-        axes.text(0.03, 0.93, "grey band: within 10 %", transform=axes.transAxes, color=plots.GREY, fontsize=8)
+        axes.text(0.03, 0.93, "gray band: within 10 %", transform=axes.transAxes, color=plots.GREY, fontsize=8)
         for (model,), rows in groups(done, "model").items():  # type: ignore[misc]
-            points = sorted((r[found] / unit, r[planned] / unit) for r in rows)
-            plots.line(axes, points, model, COLOURS.get(model, plots.INK), linestyle="", markersize=6)
+            points = sorted((r[measured] / unit, r[planned] / unit) for r in rows)
+            plots.line(axes, points, model, COLORS.get(model, plots.INK), linestyle="", markersize=6)
         axes.set(xlabel=f"measured {label}", ylabel=f"planned {label}", xlim=ends, ylim=ends)
         for which in ("x", "y"):
             plots.log_axis(axes, which)
@@ -411,15 +421,17 @@ def draw(record: dict[str, Any]) -> Any:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """Summary, table and notes."""
-    again = planned_again(record)
+    """Returns the Markdown of a record: summary, table and notes."""
+    again = plan_times_again(record)
     return paragraphs(summary(again), table(again), NOTES)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="*", choices=[name for name in SIZES if name != "tiny"], help="only these")
-    parser.add_argument("--workers", type=int, default=12, help="threads that read for replay (12)")
+    parser.add_argument(
+        "--models", nargs="*", choices=[name for name in SIZES if name != "tiny"], help="models to measure (default: all)"
+    )
+    parser.add_argument("--workers", type=int, default=12, help="number of threads that read images for replay (default: 12)")
     arguments(parser, "plan_validation", 540)
     args = parser.parse_args()
     args.device = device_of(args)

@@ -1,6 +1,6 @@
 """Rebuilds the tables (.md) and the plots (.svg) of stored records, on any machine.
 
-python benchmarks/report.py                                       all of benchmarks/results
+python benchmarks/report.py                                       all records in benchmarks/results
 python benchmarks/report.py benchmarks/results/loss_gpu.json
 """
 
@@ -13,7 +13,7 @@ from megabatch_train.bench.measure import RESULTS, write_report
 
 
 def rebuild(path: Path) -> None:
-    """Writes the report of a record by the script that its command names; a study of lines has a `report` of its own."""
+    """Writes the report of a record with the script that its command names. The script of a .jsonl study defines `report`."""
     if path.suffix == ".jsonl":
         importlib.import_module(path.stem).report(path)
         return

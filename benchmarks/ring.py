@@ -1,19 +1,19 @@
-"""Memory, time and traffic of the loss over ranks on one CPU: megabatch, open_clip, and the schemes of Inf-CL and DisCo-CLIP.
+"""Measures memory, time and traffic of the loss over ranks on one CPU: megabatch, open_clip, and methods of other projects.
 
-This is the ablation of Inf-CL's table 4. The ranks are processes that share the cores. So the CPU time of all ranks shows the
-total work, and no time shows how a system scales. Every measurement starts fresh processes. Before a system is timed, its
-loss and sampled rows of both gradients are averaged over ranks, as DDP does, and compared with float64. Bytes are counted
-where they are sent.
+This is the ablation of table 4 of Inf-CL. The ranks are processes that share the cores. So the CPU time of all ranks shows the
+total work, but the time does not show how a system scales. Every measurement starts fresh processes. Before a system is timed,
+its loss and sampled rows of both gradients are averaged over ranks, as in DDP, and compared with float64. Sent bytes are
+counted.
 
-Two schemes of other projects are implemented here, so that only the schemes differ:
+The methods of two projects are implemented here, so that only the methods differ:
 
-- "Two rings" follows Inf-CL (arXiv 2410.17243). One lap computes the row sums of x against the travelling y, and another lap
-  computes the row sums of y against the travelling x. Backward makes one lap for each again, in which the gradient of a block
-  makes R hops. The logits are computed in megabatch's tiles.
+- "Two rings" follows Inf-CL (arXiv 2410.17243). One lap computes the row sums of x with the traveling y, and another lap
+  computes the row sums of y with the traveling x. The backward pass makes a lap for each of them, in which the gradient of a
+  block makes R hops. The logits are computed in the tiles of megabatch.
 - "DisCo-CLIP" follows arXiv 2304.08480. Every rank gathers all embeddings and forms the logits of its own rows and its own
   columns. In the backward pass, an all-reduce sums the gradients of the gathered embeddings, and every rank takes its own.
 
-The sigmoid loss has a float64 reference of its own.
+The sigmoid loss has its own float64 reference.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from megabatch.tiles.sums import LogSum
 from megabatch_train.bench import losses
 from megabatch_train.bench.losses import ClipTruth, Loss, pairs, sample_rows, truth_of
 from megabatch_train.bench.measure import OK, Record, arguments, fresh_process, paragraphs
-from megabatch_train.commands import whole
+from megabatch_train.commands import parse_positive_int
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell
 
@@ -47,17 +47,17 @@ BATCH, WIDTH, WORLDS = 8192, 256, [1, 2, 4, 8]
 SYNCHRONOUS, GATHER, TWO_RINGS, DISCO = "ring, synchronous", "gather, tiles", "two rings", "DisCo-CLIP"
 SIGMOID_DENSE, SIGMOID_TILES = "sigmoid, open_clip", "sigmoid, megabatch"
 SIGMOID = (SIGMOID_DENSE, SIGMOID_TILES)
-SIGMOID_BIAS = -10.0  # the first bias of SigLIP
+SIGMOID_BIAS = -10.0  # initial bias of SigLIP
 ABOUT = {  # in the order of the table
     losses.VANILLA: losses.ABOUT_LEVELS[losses.VANILLA],
     losses.LOCAL: losses.ABOUT_LEVELS[losses.LOCAL],
-    DISCO: "gathered embeddings, the rank's own rows and columns of logits, gradients by all-reduce",
-    TWO_RINGS: "Inf-CL's exchange, one ring for each direction, in our tiles",
+    DISCO: "gathered embeddings, own rows and columns of logits, gradients by all-reduce",
+    TWO_RINGS: "exchange of Inf-CL, one ring for each direction, in the tiles of megabatch",
     losses.BLOCKS: losses.ABOUT_LEVELS[losses.BLOCKS],
-    SYNCHRONOUS: "tiles, without overlap: every message is waited for",
+    SYNCHRONOUS: "tiles, without overlap of messages and computation",
     GATHER: "tiles, after an all-gather",
     losses.TILES: losses.ABOUT_LEVELS[losses.TILES],
-    SIGMOID_DENSE: "SigLIP's ring (`SigLipLoss`, dist_impl bidir), each block of logits held whole until backward",
+    SIGMOID_DENSE: "ring of SigLIP (`SigLipLoss`, dist_impl bidir), which stores each block of logits until backward",
     SIGMOID_TILES: "`siglip_loss` over the ring, tiles",
 }
 
@@ -77,7 +77,7 @@ def gather_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
 
 
 def two_rings(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """The same loss as `clip_loss` over the default group, for ranks with equally many pairs."""
+    """Computes the same loss as `clip_loss` over the default process group, for ranks with the same number of pairs."""
     match = scale * (image * text).sum(1)
     row: Tensor = _RowSums.apply(image, text, scale)
     col: Tensor = _RowSums.apply(text, image, scale)
@@ -91,13 +91,13 @@ class _RowSums(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         ranks = _ranks(x)
         sums = LogSum.empty(len(x), dtype=x.dtype, device=x.device)
-        here = y.contiguous()
+        columns = y.contiguous()
         for step in range(ranks.size):
             last = step == ranks.size - 1
-            coming = None if last else _pass_on(ranks, here)
-            sums.add_(eager.logsumexp_statistics(Block(x, here, scale, "float32"))[0])
-            if coming is not None:
-                here = coming()
+            receive = None if last else _pass_on(ranks, columns)
+            sums.add_(eager.logsumexp_statistics(Block(x, columns, scale, "float32"))[0])
+            if receive is not None:
+                columns = receive()
         ctx.save_for_backward(x, y, scale, sums.pack())
         return sums.value()
 
@@ -106,30 +106,30 @@ class _RowSums(torch.autograd.Function):
         x, y, scale, packed = ctx.saved_tensors
         ranks, row = _ranks(x), LogSum.unpack(packed)
         dx, dscale = torch.zeros_like(x), torch.zeros_like(scale)
-        here, dy_coming = y.contiguous(), None
-        nothing = LogSum.empty(len(y), dtype=x.dtype, device=x.device)
+        columns, receive_dy = y.contiguous(), None
+        empty_sums = LogSum.empty(len(y), dtype=x.dtype, device=x.device)
         for step in range(ranks.size):
             last = step == ranks.size - 1
-            coming = None if last else _pass_on(ranks, here)
+            receive = None if last else _pass_on(ranks, columns)
             dy = torch.zeros_like(y)
-            block = Block(x, here, scale, "float32")
+            block = Block(x, columns, scale, "float32")
             sums, needs = ColumnGradients(dy, None), Needs(True, True, True)
-            for rows, dx_rows, dscale_rows, _ in eager.logsumexp_gradients(block, row, nothing, drow, None, sums, needs):
+            for rows, dx_rows, dscale_rows, _ in eager.logsumexp_gradients(block, row, empty_sums, drow, None, sums, needs):
                 assert dx_rows is not None
                 assert dscale_rows is not None
                 dx[rows] += dx_rows
                 dscale += dscale_rows.sum()
-            if dy_coming is not None:
-                dy += dy_coming()
-            dy_coming = _pass_on(ranks, dy)
-            if coming is not None:
-                here = coming()
-        assert dy_coming is not None
-        return dx * scale, dy_coming() * scale, dscale
+            if receive_dy is not None:
+                dy += receive_dy()
+            receive_dy = _pass_on(ranks, dy)
+            if receive is not None:
+                columns = receive()
+        assert receive_dy is not None
+        return dx * scale, receive_dy() * scale, dscale
 
 
 class _Gather(torch.autograd.Function):
-    """The tensors of all ranks. Backward sums the gradients of all ranks by an all-reduce and returns the rank's own rows."""
+    """Gathers the tensors of all ranks. Backward sums the gradients of all ranks by an all-reduce, and returns its own rows."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class _Gather(torch.autograd.Function):
 
 
 def disco(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """The same loss as `clip_loss` over the default group, for ranks with equally many pairs."""
+    """Computes the same loss as `clip_loss` over the default process group, for ranks with the same number of pairs."""
     images, texts = _Gather.apply(image), _Gather.apply(text)
     labels = len(image) * dist.get_rank() + torch.arange(len(image))
     rows = slice(int(labels[0]), int(labels[-1]) + 1)
@@ -170,7 +170,7 @@ def _ranks(x: Tensor) -> Ranks:
 
 
 def _pass_on(ranks: Ranks, tensor: Tensor) -> Any:
-    """Starts sending to the next rank; the returned function waits for the previous rank's tensor and returns it."""
+    """Starts sending to the next rank. Returns a function that waits for the tensor of the previous rank and returns it."""
     rank, size = ranks.rank, ranks.size
     if size == 1:
         return lambda: tensor
@@ -193,7 +193,7 @@ SYSTEMS = losses.LEVELS | {
     SIGMOID_DENSE: partial(losses.leave_unchanged, sigmoid_dense),
     SIGMOID_TILES: partial(losses.leave_unchanged, sigmoid_ring),
 }
-COLLECTIVES = (losses.VANILLA, losses.LOCAL, DISCO, SIGMOID_DENSE)  # their bytes are not counted
+COLLECTIVES = (losses.VANILLA, losses.LOCAL, DISCO, SIGMOID_DENSE)  # systems whose bytes are not counted
 BASELINES = {name: SIGMOID_DENSE if name in SIGMOID else losses.LOCAL for name in SYSTEMS}
 
 
@@ -201,7 +201,7 @@ MIB = 2**20
 HEADINGS = ["ranks", "system", "peak MiB of a rank", "s, all ranks on these cores", "CPU s of all ranks", "× open_clip"]
 HEADINGS += ["MiB sent by a rank", "loss error", "grad. error"]
 LEGEND = (
-    "Peak: resident memory beyond the inputs, gradients included, of the rank that needs most. CPU s: the CPU time of all "
+    "Peak: resident memory in addition to the inputs, of the rank that needs most, including gradients. CPU s: CPU time of all "
     "ranks, without waiting. × open_clip: the CPU time divided by the CPU time of `open_clip local` on as many ranks or, for "
     "the sigmoid loss, of `sigmoid, open_clip`. Sent: forward and backward, without the small messages in which ranks agree. "
     "The bytes of other libraries' exchanges and of collectives are not counted. Errors: of the mean over ranks, relative to "
@@ -214,7 +214,7 @@ PANELS = (
 )
 
 
-COLOURS = {
+COLORS = {
     losses.VANILLA: plots.ORANGE,
     losses.LOCAL: plots.OCHRE,
     DISCO: plots.INK,
@@ -229,7 +229,7 @@ COLOURS = {
 
 
 def _systems(record: dict[str, Any]) -> list[str]:
-    """The systems of a record, in the order of the table."""
+    """Returns the systems of a record, in the order of the table."""
     measured = {r["system"] for r in record["results"]}
     return [name for name in ABOUT if name in measured]
 
@@ -239,7 +239,7 @@ def _title(record: dict[str, Any]) -> str:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """Markdown."""
+    """Returns the Markdown of a record."""
     rows = []
     cpu_seconds_of = {(r["world"], r["system"]): r["cpu_seconds"] for r in record["results"]}
     for r in record["results"]:
@@ -255,13 +255,13 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def draw(record: dict[str, Any]) -> Any:
-    """Memory, CPU time and bytes sent against the number of ranks."""
+    """Draws memory, CPU time and sent bytes against the number of ranks."""
     figure, panels = plots.panels(_title(record), 3)
     for axes, (label, key, unit) in zip(panels, PANELS, strict=True):
         for name in _systems(record):
             points = [(r["world"], r[key] / unit) for r in record["results"] if r["system"] == name and r[key]]
             width, style = 2.4 if name in (losses.TILES, SIGMOID_TILES) else 1.2, "--" if name in SIGMOID else "-"
-            plots.line(axes, points, name, COLOURS[name], linewidth=width, linestyle=style)
+            plots.line(axes, points, name, COLORS[name], linewidth=width, linestyle=style)
         axes.set_ylabel(label)
         plots.batch_axis(axes, [r["world"] for r in record["results"]], "ranks")
         plots.log_axis(axes)
@@ -270,12 +270,12 @@ def draw(record: dict[str, Any]) -> Any:
 
 
 def truth(batch: int, width: int) -> ClipTruth:
-    """Runs in a process of its own."""
+    """Returns the reference of the CLIP loss. Runs in a fresh process."""
     return truth_of(*pairs(batch, width))
 
 
 def sigmoid_truth(batch: int, width: int) -> ClipTruth:
-    """The sigmoid loss and sampled gradient rows in float64, by autograd over a few whole rows of logits at a time."""
+    """Returns the sigmoid loss and sampled gradient rows in float64, by autograd over a few rows of logits at a time."""
     image, text, log_scale = (tensor.detach().double() for tensor in pairs(batch, width))
     x, y, total = image.requires_grad_(), text.requires_grad_(), 0.0
     for start in range(0, batch, 512):
@@ -293,10 +293,22 @@ def sigmoid_truth(batch: int, width: int) -> ClipTruth:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--worlds", type=whole, nargs="+", default=WORLDS, metavar="R", help="numbers of ranks (1 2 4 8)")
-    parser.add_argument("--batch", type=whole, default=BATCH, metavar="B", help=f"pairs of all ranks together ({BATCH})")
-    parser.add_argument("--width", type=whole, default=WIDTH, metavar="D", help=f"embedding width ({WIDTH})")
-    parser.add_argument("--repeats", type=whole, default=3, metavar="N", help="timed steps; the fastest counts (3)")
+    parser.add_argument(
+        "--worlds", type=parse_positive_int, nargs="+", default=WORLDS, metavar="R", help="numbers of ranks (default: 1 2 4 8)"
+    )
+    parser.add_argument(
+        "--batch", type=parse_positive_int, default=BATCH, metavar="B", help=f"pairs of all ranks together (default: {BATCH})"
+    )
+    parser.add_argument(
+        "--width", type=parse_positive_int, default=WIDTH, metavar="D", help=f"embedding dimension (default: {WIDTH})"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=parse_positive_int,
+        default=3,
+        metavar="N",
+        help="number of timed steps; the fastest counts (default: 3)",
+    )
     parser.add_argument("--systems", nargs="+", choices=list(ABOUT), default=list(ABOUT), metavar="S", help=", ".join(ABOUT))
     arguments(parser, "ring")
     args = parser.parse_args()

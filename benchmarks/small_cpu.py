@@ -1,8 +1,8 @@
-"""Small batches on a CPU: five losses beside their dense forms in PyTorch, with one thread and with two.
+"""Measures small batches on a CPU: five losses and their dense formulas in PyTorch, with one thread and with two threads.
 
-Each system has a process of its own for each number of threads. The processes take turns, so that a slow moment of the machine
-does not affect only one of them, and the median of the rounds counts. Value and gradients of both are compared with float64
-first; the run fails if ours are wrong. Other programs affect every number, so leave the machine alone.
+Each system has its own process for each number of threads. The processes take turns, so that a slow moment of the machine does
+not affect only one of them, and the median of the rounds counts. First, value and gradients of both systems are compared with
+float64. The run fails if a result of megabatch is wrong. Other programs affect every number, so do not use the machine.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dense_losses import LOSSES, inputs_of, relative_errors, step_of, truth_of
 from torch import Tensor
 
 from megabatch_train.bench.measure import Record, arguments, groups, milliseconds, paragraphs, with_gradients
-from megabatch_train.commands import whole
+from megabatch_train.commands import parse_positive_int
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell, ratio
 
@@ -29,28 +29,28 @@ OURS, DENSE = "megabatch", "dense PyTorch"
 SIZES, WIDTH, THREADS = [64, 256, 1024, 4096], 256, [1, 2]
 ROUNDS, LEAST_ROUNDS = 25, 3
 SECONDS_A_ROUND = 0.03
-SECONDS = 6.0  # for the rounds of a loss at one size, of which there are at least LEAST_ROUNDS
+SECONDS = 6.0  # for the rounds of a loss at one size; there are at least LEAST_ROUNDS
 MOST_ERROR = {"loss": 1e-6, "dx": 2e-5, "dy": 2e-5, "dscale": 1e-4}  # relative to float64
 
 
 class Worker:
-    """Another process. PyTorch's first call of one function can make another one faster, so systems do not share a process."""
+    """A process for one system. Systems do not share a process, because in PyTorch a call can make another call faster."""
 
     def __init__(self, system: str, threads: int) -> None:
         context = get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, system, threads), daemon=True)
         self._process.start()
-        theirs.close()  # so that the end of the process is an EOFError here
+        theirs.close()  # so that the end of the process raises an EOFError in this process
 
     def prepare(self, loss: str, B: int, D: int) -> tuple[Tensor, ...]:
-        """The value and all gradients of a loss, which `time` then times."""
+        """Returns the value and all gradients of a loss. `time` then measures this loss."""
         self._pipe.send((loss, B, D))
-        found: tuple[Tensor, ...] = pickle.loads(self._pipe.recv())
-        return found
+        result: tuple[Tensor, ...] = pickle.loads(self._pipe.recv())
+        return result
 
     def time(self) -> float:
-        """Milliseconds of forward and backward."""
+        """Returns the milliseconds of forward and backward."""
         self._pipe.send("time")
         return float(self._pipe.recv())
 
@@ -63,22 +63,22 @@ class Worker:
 def _serve(pipe: Connection, system: str, threads: int) -> None:
     torch.set_num_threads(threads)
     step: Callable[[], Any] = int  # until the first loss is prepared
-    while (asked := pipe.recv()) is not None:
-        if asked == "time":
+    while (request := pipe.recv()) is not None:
+        if request == "time":
             pipe.send(milliseconds(step, "cpu", SECONDS_A_ROUND))
         else:
-            name, B, D = asked
+            name, B, D = request
             loss, inputs = LOSSES[name][(OURS, DENSE).index(system)], inputs_of(B, D, "cpu")
             step = step_of(loss, inputs)
-            pipe.send(pickle.dumps(with_gradients(loss, inputs)))  # by itself, the pipe would put tensors in shared memory
+            pipe.send(pickle.dumps(with_gradients(loss, inputs)))  # the pipe would put tensors in shared memory
 
 
 def measure(workers: dict[str, Worker], name: str, B: int, D: int, truth: tuple[Tensor, ...], seconds: float) -> dict[str, Any]:
-    """Errors and times of both systems."""
+    """Measures errors and times of both systems."""
     errors = {system: relative_errors(worker.prepare(name, B, D), truth) for system, worker in workers.items()}
     rounds: dict[str, list[float]] = {system: [] for system in workers}
-    begun = time.perf_counter()
-    while len(rounds[OURS]) < LEAST_ROUNDS or (len(rounds[OURS]) < ROUNDS and time.perf_counter() - begun < seconds):
+    start = time.perf_counter()
+    while len(rounds[OURS]) < LEAST_ROUNDS or (len(rounds[OURS]) < ROUNDS and time.perf_counter() - start < seconds):
         for system, worker in workers.items():
             rounds[system].append(worker.time())
     ms = {system: statistics.median(times) for system, times in rounds.items()}
@@ -86,9 +86,9 @@ def measure(workers: dict[str, Worker], name: str, B: int, D: int, truth: tuple[
     return {"loss": name, "B": B, "D": D, "ms": ms, "rounds": len(rounds[OURS]), "errors": errors, "right": right}
 
 
-COLOURS = (plots.GREEN, plots.ORANGE, plots.BLUE, plots.VIOLET, plots.OCHRE)
+COLORS = (plots.GREEN, plots.ORANGE, plots.BLUE, plots.VIOLET, plots.OCHRE)
 LEGEND = (
-    "ms: forward + backward, the median of rounds in which both systems take turns, each in a process of its own. Dense: all "
+    "ms: forward + backward, the median of rounds in which both systems take turns, each in its own process. Dense: all "
     "logits, and F.cross_entropy, F.logsigmoid or logsumexp. Errors: relative to float64."
 )
 
@@ -98,7 +98,7 @@ def _threads(count: int) -> str:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """Markdown."""
+    """Returns the Markdown of a record."""
     rows = record["results"]
     counts = list(dict.fromkeys(row["threads"] for row in rows))
     headings = ["loss", "B"]
@@ -106,45 +106,58 @@ def markdown(record: dict[str, Any]) -> str:
         headings += [f"megabatch, ms, {_threads(count)}", "dense PyTorch, ms", "dense ÷ time"]
     headings += ["loss error", "dense", "largest gradient error", "dense"]
     table = []
-    for (loss, B), found in groups(rows, "loss", "B").items():  # type: ignore[misc]
+    for (loss, B), by_threads in groups(rows, "loss", "B").items():  # type: ignore[misc]
         cells: list[object] = [loss, f"{B:,}"]
-        for row in found:
+        for row in by_threads:
             ms = row["ms"]
             cells += [f"{ms[OURS]:.3f}", f"{ms[DENSE]:.3f}", ratio(ms[DENSE], ms[OURS])]
-        errors = [row["errors"] for row in found]
+        errors = [row["errors"] for row in by_threads]
         cells += [cell(max(e[system][0] for e in errors), ".0e") for system in (OURS, DENSE)]
         cells += [cell(max(max(e[system][1:]) for e in errors), ".0e") for system in (OURS, DENSE)]
         table.append(cells)
     wrong = [f"{row['loss']} at {row['B']:,}" for row in rows if not row["right"]]
-    checked = f"Checked against float64: {len(rows)} results of megabatch; wrong: {', '.join(wrong) or 'none'}."
-    title = f"Small batches on a CPU, float32, B pairs of embeddings {rows[0]['D']} wide."
-    return paragraphs(title, TextTable(headings, table).markdown(), LEGEND, checked)
+    check_sentence = (
+        f"{len(rows)} results of megabatch were compared with float64. Wrong results: {', '.join(wrong) or 'none'}."
+    )
+    title = f"Small batches on a CPU, in float32, for B pairs of embeddings with {rows[0]['D']} dimensions."
+    return paragraphs(title, TextTable(headings, table).markdown(), LEGEND, check_sentence)
 
 
 def draw(record: dict[str, Any]) -> Any:
-    """The time of dense PyTorch ÷ ours against the batch."""
+    """Draws the time of dense PyTorch ÷ the time of megabatch, against the batch size."""
     rows = record["results"]
     counts = list(dict.fromkeys(row["threads"] for row in rows))
     title = f"Small batches, float32, D = {rows[0]['D']}; {record['machine']['cpu']}"
     figure, panels = plots.panels(title, len(counts))
     for axes, count in zip(panels, counts, strict=True):
-        chosen = [row for row in rows if row["threads"] == count]
-        for (loss,), colour in zip(groups(chosen, "loss"), COLOURS, strict=True):  # type: ignore[misc]
-            points = [(row["B"], row["ms"][DENSE] / row["ms"][OURS]) for row in chosen if row["loss"] == loss]
-            plots.line(axes, points, loss, colour)
+        measured = [row for row in rows if row["threads"] == count]
+        for (loss,), color in zip(groups(measured, "loss"), COLORS, strict=True):  # type: ignore[misc]
+            points = [(row["B"], row["ms"][DENSE] / row["ms"][OURS]) for row in measured if row["loss"] == loss]
+            plots.line(axes, points, loss, color)
         axes.axhline(1, color=plots.INK, linewidth=1)
         axes.set(ylabel=f"dense ÷ time, {_threads(count)}", ylim=(0, None))
-        plots.batch_axis(axes, [row["B"] for row in chosen])
+        plots.batch_axis(axes, [row["B"] for row in measured])
         plots.label_lines(axes)
     return figure
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", type=whole, default=SIZES, metavar="B", help="pairs (64 256 1024 4096)")
-    parser.add_argument("--width", type=whole, default=WIDTH, metavar="D", help=f"embedding width ({WIDTH})")
-    parser.add_argument("--threads", nargs="+", type=whole, default=THREADS, metavar="T", help="threads (1 2)")
-    parser.add_argument("--tiny", action="store_true", help="the same code at small sizes")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=parse_positive_int,
+        default=SIZES,
+        metavar="B",
+        help="batch sizes, in pairs (default: 64 256 1024 4096)",
+    )
+    parser.add_argument(
+        "--width", type=parse_positive_int, default=WIDTH, metavar="D", help=f"embedding dimension (default: {WIDTH})"
+    )
+    parser.add_argument(
+        "--threads", nargs="+", type=parse_positive_int, default=THREADS, metavar="T", help="numbers of threads (default: 1 2)"
+    )
+    parser.add_argument("--tiny", action="store_true", help="run the same code with small sizes")
     arguments(parser, "small_cpu")
     args = parser.parse_args()
     sizes, width, threads = ([8, 16], 8, [1]) if args.tiny else (args.sizes, args.width, args.threads)

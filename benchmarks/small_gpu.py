@@ -1,10 +1,13 @@
-"""Small batches on a GPU: the time of a step, and how long the host takes to launch it, without CUDA graphs.
+"""Measures small batches on a GPU: the time of a step, and the time of the host to launch it, without CUDA graphs.
 
-`clip_loss` is timed beside a dense loss in PyTorch (autocast), the same compiled, open_clip, Liger and the bare products; the
-other losses are timed beside dense ones, and `siglip_loss` beside its three bare products. Before a loss of megabatch is timed,
-its value and gradients at that very size are compared with float64, and a wrong one gets no time. "Host" is the time in which a
-step returns without waiting for the device, one after another, or the first one after a pause, in which the host's caches and
-clocks cool down. `make test-gpu` checks other types, odd sizes, hostile inputs and repeated runs.
+`clip_loss` is compared with a dense loss in PyTorch with autocast, with this loss after torch.compile, with open_clip, with
+Liger and with the bare products. `siglip_loss` is compared with a dense loss and the bare products, and the other losses are
+compared with dense losses. Before a loss of megabatch is timed, its value and gradients at the same size are compared with
+float64. A wrong loss has no time.
+
+"Host" is the time until a step returns, without waiting for the device. It is measured for consecutive steps, and for the first
+step after a pause, in which the caches and clocks of the host cool down. `make test-gpu` tests other dtypes, unusual sizes,
+hostile inputs and repeated runs.
 """
 
 import argparse
@@ -37,18 +40,18 @@ from megabatch_train.display.tables import TextTable, cell, ratio
 SIZES = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
 WIDTHS = (512, 1024)
 OTHER_SIZES = (64, 256, 1024, 4096, 8192, 16384, 32768)
-PRODUCTS = {"clip_loss": ("S", "S", "dX", "dY"), "siglip_loss": ("S", "dX", "dY")}  # that an exact loss needs
-ROUNDS, SECONDS_A_ROUND = 9, 0.015  # systems take turns, because the speed of a host changes from one moment to the next
+PRODUCTS = {"clip_loss": ("S", "S", "dX", "dY"), "siglip_loss": ("S", "dX", "dY")}  # matmuls that an exact loss needs
+ROUNDS, SECONDS_A_ROUND = 9, 0.015  # systems take turns, because the speed of a host changes with time
 OURS, DENSE_PYTORCH, COMPILED, BARE = "megabatch", "dense PyTorch", "compiled", "bare products"
-SLOW_FROM = {COMPILED: 32768, LIGER: 32768}  # pairs from which a system is not tried
-PAUSE = 0.002  # seconds, before the step of a host that has cooled down
-GRADIENT_ERROR, LOSS_ERROR, SCALE_ERROR = 8e-3, 2e-5, 1e-3  # of bf16, relative to float64: two roundings and sums
+SLOW_FROM = {COMPILED: 32768, LIGER: 32768}  # fewest pairs for which a system is skipped
+PAUSE = 0.002  # seconds before a step that measures a cold host
+GRADIENT_ERROR, LOSS_ERROR, SCALE_ERROR = 8e-3, 2e-5, 1e-3  # bf16 relative to float64: two roundings, and sums
 Loss = Callable[..., Tensor]
 
 
-def is_right(record: Record, name: str, mine: Loss, inputs: tuple[Tensor, ...]) -> bool:
-    """Whether value and gradients are those of float64, up to rounding."""
-    loss, dx, dy, dscale = errors = relative_errors(with_gradients(mine, inputs), truth_of(LOSSES[name][1], inputs))
+def is_right(record: Record, name: str, loss_function: Loss, inputs: tuple[Tensor, ...]) -> bool:
+    """Whether value and gradients agree with float64 up to rounding."""
+    loss, dx, dy, dscale = errors = relative_errors(with_gradients(loss_function, inputs), truth_of(LOSSES[name][1], inputs))
     right = loss <= LOSS_ERROR and max(dx, dy) <= GRADIENT_ERROR and dscale <= SCALE_ERROR
     size = "x".join(map(str, inputs[0].shape))
     record["checks"].append({"loss": f"{name} {size}, {OURS}", "dtype": "bfloat16", "errors": errors, "right": right})
@@ -58,21 +61,21 @@ def is_right(record: Record, name: str, mine: Loss, inputs: tuple[Tensor, ...]) 
 
 
 def host_milliseconds(step: Callable[[], Any], calls: int, pause: float = 0.0) -> float:
-    """The median time in which a step returns without waiting for the device, after a pause of so many seconds."""
-    found = []
+    """Returns the median milliseconds until a step returns without waiting for the device, after a pause in seconds."""
+    times = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         time.sleep(pause)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(calls):
             step()
-        found.append((time.perf_counter() - begun) / calls)
+        times.append((time.perf_counter() - start) / calls)
     torch.cuda.synchronize()
-    return 1000 * sorted(found)[ROUNDS // 2]
+    return 1000 * sorted(times)[ROUNDS // 2]
 
 
 class _Nothing(torch.autograd.Function):
-    """Computes nothing, forward and backward: what the host needs in any case."""
+    """A function that computes nothing, forward and backward. It measures the minimum time of the host."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -93,23 +96,23 @@ def autocast(loss: Loss, device: str) -> Loss:
 
 
 def clip_peers(device: str, record: Record, tiny: bool) -> dict[str, Loss]:
-    """Other CLIP losses."""
-    found: dict[str, Loss] = {}
+    """Returns the CLIP losses of the baselines that are installed."""
+    losses: dict[str, Loss] = {}
     for name in (DENSE, LIGER):
         with attempt(record, name):
-            found[name] = loss_of(name, device)
+            losses[name] = loss_of(name, device)
     if not tiny:
-        found[COMPILED] = autocast(torch.compile(dense_clip, dynamic=True), device)
-    return found
+        losses[COMPILED] = autocast(torch.compile(dense_clip, dynamic=True), device)
+    return losses
 
 
 @contextmanager
 def attempt(record: Record, what: str) -> Iterator[None]:
-    """One failure does not end the run."""
+    """Records an exception, so that the run continues."""
     try:
         yield
     except ImportError as error:
-        record.say(f"{what} is not there: {error}")
+        record.say(f"{what} is not installed: {error}")
     except Exception as error:
         lines = traceback.format_exc().strip().splitlines()
         record.say(f"FAILED {what}: {type(error).__name__}: {str(error)[:300]}")
@@ -118,7 +121,7 @@ def attempt(record: Record, what: str) -> Iterator[None]:
 
 
 def measure(record: Record, name: str, candidates: dict[str, Loss], B: int, D: int, device: str) -> None:
-    """Times of one loss in all systems at one size."""
+    """Measures one loss in all systems at one size."""
     inputs = inputs_of(B, D, device)
     steps: dict[str, Callable[[], Any]] = {}
     for system, loss in candidates.items():
@@ -137,60 +140,65 @@ def measure(record: Record, name: str, candidates: dict[str, Loss], B: int, D: i
         bare = take_turns(bare_products(inputs[0].detach(), inputs[1].detach()), device, ROUNDS, SECONDS_A_ROUND)
         row["ms"][BARE] = sum(bare[product] for product in PRODUCTS[name])
     if device == "cuda":
-        calls = 50 if B <= 4096 else 10 if B <= 8192 else 2  # fewer launches than the device's queue holds
+        calls = 50 if B <= 4096 else 10 if B <= 8192 else 2  # fewer launches than the queue can hold
         for system in (OURS, DENSE_PYTORCH):
             if system in steps:
                 row["host_ms"][system] = host_milliseconds(steps[system], calls)
                 row["host_after_pause_ms"][system] = host_milliseconds(steps[system], 1, PAUSE)
     record["results"].append(row)
-    shown, host = (", ".join(f"{system} {ms:.3f}" for system, ms in row[key].items()) for key in ("ms", "host_ms"))
-    record.say(f"{name} {B}x{D} ms: {shown}; host: {host}")
+    times, host = (", ".join(f"{system} {ms:.3f}" for system, ms in row[key].items()) for key in ("ms", "host_ms"))
+    record.say(f"{name} {B}x{D} ms: {times}; host: {host}")
     record.save()
 
 
 SYSTEMS = {OURS: plots.GREEN, DENSE_PYTORCH: plots.ORANGE, COMPILED: plots.VIOLET, DENSE: plots.BLUE, LIGER: plots.OCHRE}
 LEGEND = (
-    "ms: forward + backward, several steps in flight, no CUDA graphs. Host: time in which a step returns without waiting for "
-    "the GPU, one after another; cold: of one step after 2 ms without work. Dense PyTorch: all logits, autocast; compiled: the "
-    "same by torch.compile. Bare products: the four products of an exact CLIP loss, or the three of SigLIP."
+    "ms: forward + backward, several steps in flight, no CUDA graphs. Host: time until a step returns without waiting for the "
+    "GPU, for consecutive steps. Cold: the host time of one step after 2 ms without work. Dense PyTorch: all logits, with "
+    "autocast. Compiled: dense PyTorch after torch.compile. Bare products: the four matmuls of an exact CLIP loss, or three "
+    "matmuls of SigLIP."
 )
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """A table of the CLIP losses and one of the others."""
+    """Returns the Markdown of a record: a table of the CLIP losses and a table of the other losses."""
     clip = [row for row in record["results"] if row["loss"] == "clip_loss"]
     other = [row for row in record["results"] if row["loss"] != "clip_loss"]
     ends = ["host, ms", "cold, ms", "dense ÷ time", "bare ÷ time"]
-    shown = [name for name in (*SYSTEMS, BARE) if any(name in row["ms"] for row in clip)]
-    headings = ["B", "D", *(f"{name}, ms" for name in shown), *ends]
-    tables = [TextTable(headings, [_cells(row, shown) for row in clip], names=()).markdown()]
+    columns = [name for name in (*SYSTEMS, BARE) if any(name in row["ms"] for row in clip)]
+    headings = ["B", "D", *(f"{name}, ms" for name in columns), *ends]
+    tables = [TextTable(headings, [_cells(row, columns) for row in clip], names=()).markdown()]
     if other:
-        shown = [OURS, DENSE_PYTORCH, BARE]
-        headings = ["loss", "B", "D", *(f"{name}, ms" for name in shown), *ends]
-        tables.append(TextTable(headings, [[row["loss"], *_cells(row, shown)] for row in other]).markdown())
+        columns = [OURS, DENSE_PYTORCH, BARE]
+        headings = ["loss", "B", "D", *(f"{name}, ms" for name in columns), *ends]
+        tables.append(TextTable(headings, [[row["loss"], *_cells(row, columns)] for row in other]).markdown())
     wrong = [f"{c['loss']} {c['dtype']}" for c in record["checks"] if not c["right"]]
-    checked = f"Checked against float64: {len(record['checks'])} results of megabatch; wrong: {', '.join(wrong) or 'none'}."
+    check_sentence = (
+        f"{len(record['checks'])} results of megabatch were compared with float64. Wrong results: {', '.join(wrong) or 'none'}."
+    )
     legend = LEGEND
     if record.get("nothing_host_ms"):  # not on a CPU
-        alone, cold = record["nothing_host_ms"]
-        legend += f" An autograd function that computes nothing takes the host {alone:.3f} ms, and {cold:.3f} cold."
-    return paragraphs("Small batches on a GPU, bf16, B pairs of embeddings D wide.", *tables, legend, checked)
+        warm, cold = record["nothing_host_ms"]
+        legend += f" An autograd function that computes nothing takes {warm:.3f} ms of the host, and {cold:.3f} ms when cold."
+    return paragraphs(
+        "Small batches on a GPU, in bf16, for B pairs of embeddings with D dimensions.", *tables, legend, check_sentence
+    )
 
 
-def _cells(row: dict[str, Any], shown: list[str]) -> list[object]:
+def _cells(row: dict[str, Any], columns: list[str]) -> list[object]:
     ms, host = row["ms"], [cell(row.get(key, {}).get(OURS), ".3f") for key in ("host_ms", "host_after_pause_ms")]
     ratios = [ratio(ms.get(name), ms.get(OURS)) for name in (DENSE_PYTORCH, BARE)]
-    return [f"{row['B']:,}", row["D"], *(cell(ms.get(name), ".3f") for name in shown), *host, *ratios]
+    return [f"{row['B']:,}", row["D"], *(cell(ms.get(name), ".3f") for name in columns), *host, *ratios]
 
 
 def draw(record: dict[str, Any]) -> Any:
-    """Time of CLIP losses against the batch, for each width."""
+    """Draws the time of CLIP losses against the batch size, for each dim."""
     of_width = groups([row for row in record["results"] if row["loss"] == "clip_loss"], "D")
     figure, panels = plots.panels(f"CLIP loss, forward + backward, bf16; {chip(record)}", len(of_width), height=3.8)
     for axes, ((D,), rows) in zip(panels, of_width.items(), strict=True):  # type: ignore[misc]
-        for name, colour in (SYSTEMS | {BARE: plots.INK}).items():
+        for name, color in (SYSTEMS | {BARE: plots.INK}).items():
             points = [(row["B"], row["ms"][name]) for row in rows if name in row["ms"]]
-            plots.line(axes, points, name, colour, linestyle="--" if name == BARE else "-")
+            plots.line(axes, points, name, color, linestyle="--" if name == BARE else "-")
         host = [(row["B"], row["host_ms"][OURS]) for row in rows if OURS in row["host_ms"]]
         plots.line(axes, host, "megabatch, host", plots.GREEN, linestyle=":")
         axes.set_ylabel(f"time, ms, D = {D}")
@@ -202,9 +210,19 @@ def draw(record: dict[str, Any]) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", nargs="*", type=int, default=SIZES, help="pairs of clip_loss (64 to 32768)")
-    parser.add_argument("--widths", nargs="*", type=int, default=WIDTHS, help="of its embeddings (512 1024)")
-    parser.add_argument("--others", nargs="*", type=int, default=OTHER_SIZES, help="pairs of the other losses (64 to 32768)")
+    parser.add_argument(
+        "--sizes", nargs="*", type=int, default=SIZES, help="batch sizes of clip_loss, in pairs (default: 64 to 32768)"
+    )
+    parser.add_argument(
+        "--widths", nargs="*", type=int, default=WIDTHS, help="embedding dimensions of clip_loss (default: 512 1024)"
+    )
+    parser.add_argument(
+        "--others",
+        nargs="*",
+        type=int,
+        default=OTHER_SIZES,
+        help="batch sizes of the other losses, in pairs (default: 64 to 32768)",
+    )
     arguments(parser, "small_gpu", 260)
     args = parser.parse_args()
     device = device_of(args)

@@ -1,11 +1,15 @@
-"""Pairs a second of whole training runs from files: `megabatch train`, open_clip's own trainer, and the towers alone.
+"""Measures pairs per second of complete training runs from files: `megabatch train`, open_clip's trainer, and only the towers.
 
-webdataset shards of JPEGs are made of Flickr8k, repeated with other captions, or of noise. Each system runs in a process of its
-own, as a user starts it: `megabatch train` with no flags but data, model, batch and steps, and with variants; open_clip's
-trainer with amp_bf16 at growing batches until memory runs out; the towers alone over chunks that lie on the device, plain, and
-compiled with captions cut. The towers encode each chunk twice, as a cached step does, and in other steps once, which is the
-upper bound. Rates are those of the steps after the first ones, read from `metrics.jsonl` and from open_clip's log. A run that
-takes longer than its limit is ended, and the steps it has made count.
+The script makes webdataset shards of JPEGs from Flickr8k, repeated with other captions, or from noise. Each system runs in its
+own process, with the command of a user:
+
+- `megabatch train` with flags for the data, the model, the batch size and the steps, and with variants
+- the trainer of open_clip with amp_bf16, with larger and larger batches until it runs out of memory
+- only the towers, with chunks in device memory: without torch.compile, and with it and cut captions
+
+The towers encode each chunk twice, as in gradient caching, and in other steps once, which is the upper bound. Rates exclude the
+first steps. They are read from `metrics.jsonl` and from the log of open_clip. If a run reaches its time limit, it is ended, and
+its steps until then count.
 """
 
 import argparse
@@ -36,12 +40,12 @@ from megabatch_train.display import plots, tables
 from megabatch_train.display.tables import TextTable
 from megabatch_train.evaluation import results
 
-# of JPEGs of Flickr8k's thumbnails: files of about 18 KB, as img2dataset makes them of photographs
+# JPEGs of the thumbnails of Flickr8k have about 18 KB, like photographs after img2dataset.
 SIDE, QUALITY, WORKERS = 256, 94, 16
-NOISE_SIDE = 64  # pixels of an image of noise
+NOISE_SIDE = 64  # side length of an image of noise in pixels
 HERE = Path(__file__).resolve().parent
 OURS, THEIRS, BOUND = "megabatch", "open_clip", "towers alone"
-# Ten checkpoints are in every run, however short: in one of eight steps they would be most of the time.
+# Every run writes ten checkpoints. In a run of eight steps they would take most of the time.
 ONE_CHECKPOINT = ["--set", "checkpoint.every=1000000"]
 VARIANTS = {
     "": [],
@@ -57,21 +61,21 @@ TINY_CONFIG = {
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2},
 }
 TOWERS_HOW = {"compiled": True, "plain": False}
-SKIPPED = 2  # steps that are not counted: the compiler's, and those that open_clip's readers have filled their buffers for
-GRACE = 60  # seconds from asking a process to end to ending it
+SKIPPED = 2  # first steps, which do not count, because of compilation and of the full buffers of open_clip's workers
+GRACE = 60  # seconds between terminating and killing a process
 LOG = re.compile(r"Data \(t\): ([\d.]+) Batch \(t\): ([\d.]+), ")
 ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
 
 
 def make_shards(folder: Path, samples: int, shards: int, source: Path | None) -> str:
-    """Writes shards into a folder, once, and returns their pattern.
+    """Writes shards into a folder if they do not exist, and returns their pattern.
 
     Args:
-        folder: created if need be; shards that are there already are used.
-        samples: in all. Images come again, with other captions, once all have been used.
-        shards: tar files.
-        source: a folder with a `.bin` of encoded images and a `.json` with `captions` and `offsets`; None for noise.
+        folder: folder of the shards. It is created if it does not exist.
+        samples: total number of samples. After the last image, the images are repeated with other captions.
+        shards: number of tar files.
+        source: folder with a `.bin` file of encoded images and a `.json` file with `captions` and `offsets`, or None for noise.
     """
     pattern, done = str(folder / f"{{00000..{shards - 1:05d}}}.tar"), folder / f"{samples}_samples"
     if done.exists():
@@ -97,12 +101,12 @@ def _flickr8k(folder: Path, samples: int) -> Iterator[tuple[bytes, str]]:
     captions, offsets = about["captions"], about["offsets"]
     pillow: Any = extras.load("PIL.Image", purpose="Making JPEGs")
 
-    def enlarged(i: int) -> bytes:
+    def enlarge(i: int) -> bytes:
         picture = pillow.open(io.BytesIO(data[offsets[i] : offsets[i + 1]])).convert("RGB")
         return _jpeg(picture.resize((SIDE, SIDE), pillow.Resampling.BICUBIC))
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        images = list(pool.map(enlarged, range(min(samples, len(captions)))))
+        images = list(pool.map(enlarge, range(min(samples, len(captions)))))
     for way in itertools.count():
         for image, texts in zip(images, captions, strict=False):
             yield image, texts[way % len(texts)]
@@ -115,23 +119,23 @@ def _noise() -> Iterator[tuple[bytes, str]]:
 
 
 def _jpeg(picture: Any) -> bytes:
-    room = io.BytesIO()
-    picture.save(room, "JPEG", quality=QUALITY)
-    return room.getvalue()
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=QUALITY)
+    return buffer.getvalue()
 
 
 @dataclass
 class Bench:
-    """One call of the script: where things are, and how processes are started."""
+    """One call of the script: its paths, its data, and the environment of its processes."""
 
     args: argparse.Namespace
-    folder: Path  # for shards and runs
+    folder: Path  # temporary folder for shards and runs
     device: str
     data: str = ""
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def __post_init__(self) -> None:
-        """Makes the shards, and tells child processes where to look."""
+        """Makes the shards, and sets the environment of child processes."""
         args = self.args
         self.data = make_shards(args.shards or self.folder / "shards", args.samples, args.files, args.data)
         places = [str(HERE.parent / "src"), *([str(args.peers.resolve())] if args.peers else [])]
@@ -140,14 +144,14 @@ class Bench:
             config = self.folder / f"{TINY_MODEL}.json"
             config.write_text(json.dumps(TINY_CONFIG))
             self.environment["TRAIN_SPEED_MODEL"] = str(config)
-            self.environment["OMP_NUM_THREADS"] = "1"  # small products, and other programs
+            self.environment["OMP_NUM_THREADS"] = "1"  # matmuls are small, and other programs use the cores
 
     def run(self, command: list[str], enough: int | None = None) -> tuple[str, bool]:
-        """What a process has said, and whether it ended by itself and well.
+        """Runs a process. Returns its output, and whether its exit status is 0.
 
         Args:
-            command: of the process.
-            enough: lines of open_clip's log after which it is ended.
+            command: command of the process.
+            enough: number of lines in the log of open_clip after which the process is ended.
         """
         process = subprocess.Popen(
             command, env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -169,28 +173,28 @@ class Bench:
                     if enough == 0:
                         process.terminate()
             process.wait()
-        finally:  # also on Ctrl-C
+        finally:  # including Ctrl-C
             for timer in timers:
                 timer.cancel()
             _end(process)
         return "".join(lines), process.returncode == 0
 
-    # The systems. Each returns a row: rate, steps, share of time spent waiting for data, peak; or "failed" and the reason.
+    # The systems. Each returns a row with rate, steps, share of waiting for data and peak, or with "failed" and the reason.
 
     def megabatch(self, batch: int, flags: list[str]) -> dict[str, Any]:
-        """`megabatch train`."""
+        """Runs `megabatch train`."""
         run = Path(tempfile.mkdtemp(dir=self.folder)) / "run"
         start = [sys.executable, "-m", "megabatch"]
         if self.args.model == TINY_MODEL:
             start = [sys.executable, str(HERE / "train_speed_child.py"), "megabatch"]
-        wanted = ["--data", self.data, "--model", f"open_clip:{self.args.model}", "--batch-size", str(batch)]
+        flags_of_run = ["--data", self.data, "--model", f"open_clip:{self.args.model}", "--batch-size", str(batch)]
         steps = ["--set", f"steps={self.args.steps + SKIPPED}", *ONE_CHECKPOINT, "--output", str(run), "--no-report"]
-        told, _ = self.run([*start, "train", *wanted, *steps, *flags])
+        output, _ = self.run([*start, "train", *flags_of_run, *steps, *flags])
         metrics = run / "metrics.jsonl"
-        return from_metrics(results.read(metrics) if metrics.exists() else [], told)
+        return from_metrics(results.read(metrics) if metrics.exists() else [], output)
 
     def open_clip(self, batch: int) -> dict[str, Any]:
-        """open_clip's trainer; a checkpoint is not written, and the learning rate is small."""
+        """Runs the trainer of open_clip, without checkpoints and with a small learning rate."""
         steps = self.args.steps + SKIPPED
         command = [sys.executable, str(HERE / "train_speed_child.py"), OPEN_CLIP]
         data = ["--train-data", self.data, "--dataset-type", "webdataset", "--dataset-resampled"]
@@ -199,28 +203,28 @@ class Bench:
         command += ["--workers", str(self.args.workers), "--epochs", "1", "--warmup", "10", "--lr", "1e-4"]
         command += ["--log-every-n-steps", "1", "--logs", str(self.folder / "logs"), "--save-frequency", "0"]
         command += ["--device", self.device, "--local-loss", "--gather-with-grad"]
-        # It is ended after enough steps: with several workers it makes more than it was asked for.
+        # The process is ended after enough steps, because with several workers it makes more steps than it should.
         return from_log(self.run(command, enough=steps)[0], batch)
 
     def towers(self, batch: int, *, compiled: bool) -> dict[str, dict[str, Any]]:
-        """Forward and backward alone, in rows by how often a chunk is encoded."""
+        """Runs only the forward and backward passes of the towers. Returns rows by how often a chunk is encoded."""
         about = {"model": f"open_clip:{self.args.model}", "data": self.data, "chunk": self.args.chunk, "batch": batch}
         about |= {"steps": self.args.steps, "compiled": compiled}
-        told, well = self.run([sys.executable, str(HERE / "train_speed_child.py"), TOWERS, json.dumps(about)])
-        return json.loads(told.strip().splitlines()[-1]) if well else {"": failed(told)}
+        output, succeeded = self.run([sys.executable, str(HERE / "train_speed_child.py"), TOWERS, json.dumps(about)])
+        return json.loads(output.strip().splitlines()[-1]) if succeeded else {"": row_of_failure(output)}
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """Ends a process and the readers that it has left behind, which have its session."""
+    """Kills a process and its data-loader workers, which have the same session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def from_metrics(records: list[dict[str, Any]], told: str) -> dict[str, Any]:
-    """The row of a run of ours."""
+def from_metrics(records: list[dict[str, Any]], output: str) -> dict[str, Any]:
+    """Returns the row of a run of megabatch."""
     steps = [record for record in records if "loss" in record]
     if len(steps) <= SKIPPED:
-        return failed(told)
+        return row_of_failure(output)
     first, last = steps[SKIPPED - 1], steps[-1]
     phases: dict[str, float] = {}
     for record in steps[SKIPPED:]:
@@ -236,35 +240,35 @@ def from_metrics(records: list[dict[str, Any]], told: str) -> dict[str, Any]:
     return row | ({"mfu": last["mfu"]} if "mfu" in last else {})
 
 
-def from_log(told: str, batch: int) -> dict[str, Any]:
-    """The row of a run of open_clip's trainer."""
-    steps = [(float(data), float(whole)) for data, whole in LOG.findall(told)][SKIPPED:]
+def from_log(output: str, batch: int) -> dict[str, Any]:
+    """Returns the row of a run of the trainer of open_clip."""
+    steps = [(float(data), float(step_seconds)) for data, step_seconds in LOG.findall(output)][SKIPPED:]
     if not steps:
-        return failed(told)
-    seconds = sum(whole for _, whole in steps)
-    peak = [int(line.removeprefix(PEAK)) for line in told.splitlines() if line.startswith(PEAK)]
+        return row_of_failure(output)
+    seconds = sum(step_seconds for _, step_seconds in steps)
+    peak = [int(line.removeprefix(PEAK)) for line in output.splitlines() if line.startswith(PEAK)]
     row = {"rate": batch * len(steps) / seconds, "steps": len(steps), "data_share": sum(data for data, _ in steps) / seconds}
     return row | ({"peak_bytes": peak[-1]} if peak else {})
 
 
-def failed(told: str) -> dict[str, Any]:
-    """The row of a run without enough steps."""
-    if any(sign in told for sign in OUT_OF_MEMORY):
+def row_of_failure(output: str) -> dict[str, Any]:
+    """Returns the row of a run without enough steps."""
+    if any(sign in output for sign in OUT_OF_MEMORY):
         return {"failed": "out of memory"}
-    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     lines = [line for line in lines if ERROR.match(line)] or lines
     return {"failed": re.sub(r"/[\w./-]+/", "…/", lines[-1])[:200] if lines else "no output"}
 
 
 def measure(record: Record, bench: Bench, args: argparse.Namespace) -> None:
-    """All runs, as long as there is time."""
+    """Makes all runs, until the time limit."""
 
     def add(system: str, batch: int, variant: str, row: dict[str, Any]) -> dict[str, Any]:
         row = {"system": system, "batch": batch, "variant": variant, **row}
         record["results"].append(row)
         record.save()
-        told = row.get("failed") or f"{row['rate']:,.0f} pairs/s"
-        record.say(f"{system}{f', {variant}' if variant else ''}, batch {batch:,}: {told}")
+        outcome = row.get("failed") or f"{row['rate']:,.0f} pairs/s"
+        record.say(f"{system}{f', {variant}' if variant else ''}, batch {batch:,}: {outcome}")
         return row
 
     def time_left() -> bool:
@@ -286,24 +290,24 @@ def measure(record: Record, bench: Bench, args: argparse.Namespace) -> None:
             add(OURS, args.batches[0], variant, bench.megabatch(args.batches[0], VARIANTS[variant]))
 
 
-COLOURS = {"megabatch": plots.GREEN, "open_clip": plots.ORANGE, "towers alone": plots.GREY}
-HEADINGS = ["system, batch", "pairs/s", "× open_clip's best", "waiting for data", "MFU", "peak, GiB", "steps"]
+COLORS = {"megabatch": plots.GREEN, "open_clip": plots.ORANGE, "towers alone": plots.GREY}
+HEADINGS = ["system, batch", "pairs/s", "× best of open_clip", "waiting for data", "MFU", "peak, GiB", "steps"]
 
 
 def name(row: dict[str, Any]) -> str:
-    """The system, its variant and its batch."""
+    """Returns the system, its variant and its batch size."""
     return f"{row['system']}{', ' + row['variant'] if row['variant'] else ''}, {tables.pairs(row['batch'])}"
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """One table: rate, ratio to open_clip's best, wait for data, share of the peak rate, memory; and the phases of ours."""
+    """Returns the Markdown of a record: a table of the runs, and the time by phase of the runs of megabatch."""
     rows = record["results"]
     theirs = max((row["rate"] for row in rows if row["system"] == "open_clip" and "rate" in row), default=None)
     about = (
         f"# Speed of training\n\n{record['model']}, {record['samples']:,} pairs of JPEGs and captions in webdataset shards, "
-        f"{chip(record)}. Rates are over the steps after the first two; open_clip's trainer has {record['workers']} workers. "
-        "The towers alone read no data and compute no loss. A cached step encodes each chunk twice, unless it keeps its graph; "
-        "encoded once is the upper bound."
+        f"{chip(record)}. Rates exclude the first two steps. The trainer of open_clip has {record['workers']} workers. "
+        '"Towers alone" reads no data and computes no loss. Gradient caching encodes each chunk twice, unless it keeps a graph '
+        "for it. Encoding each chunk once is the upper bound."
     )
     phases = [f"- {name(row)}: {shares(row['phases'])}" for row in rows if "phases" in row]
     table = TextTable(HEADINGS, [cells(row, theirs) for row in rows]).markdown()
@@ -311,7 +315,7 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any], theirs: float | None) -> list[str]:
-    """A row of the table; `theirs` is open_clip's best rate."""
+    """Returns a row of the table. `theirs` is the best rate of open_clip."""
     if "failed" in row:
         return [name(row), row["failed"], *[""] * (len(HEADINGS) - 2)]
     of_time = [tables.percent(row[key]) if key in row else "" for key in ("data_share", "mfu")]
@@ -320,22 +324,22 @@ def cells(row: dict[str, Any], theirs: float | None) -> list[str]:
 
 
 def shares(phases: dict[str, float]) -> str:
-    """Phases in words, the longest first."""
-    whole = sum(phases.values())
+    """Returns the phases as text, the longest first."""
+    total = sum(phases.values())
     longest = sorted(phases.items(), key=lambda pair: -pair[1])
-    return ", ".join(f"{key} {tables.percent(seconds / whole)}" for key, seconds in longest)
+    return ", ".join(f"{key} {tables.percent(seconds / total)}" for key, seconds in longest)
 
 
 def draw(record: dict[str, Any]) -> Any:
-    """A bar for each run that has a rate."""
+    """Draws a bar for each run that has a rate."""
     rows = [row for row in record["results"] if "rate" in row]
     bars = [(name(row), row["rate"]) for row in rows]
     if len(bars) < 2:
         return None
     about = f"{record['model']}, {chip(record)}"
-    title = "Pairs a second, from files to the optimizer"
+    title = "Pairs per second of complete training steps"
     figure, (axes,) = plots.panels(title, 1, height=1.0 + 0.4 * len(bars), about=about)
-    plots.bars(axes, bars, "{:,.0f}", [COLOURS[row["system"]] for row in rows])
+    plots.bars(axes, bars, "{:,.0f}", [COLORS[row["system"]] for row in rows])
     return figure
 
 
@@ -343,31 +347,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments(parser, "train_speed", 560)
     add = parser.add_argument
-    add("--data", type=Path, help="folder with a .bin and a .json of Flickr8k (default: images of noise)")
-    add("--shards", type=Path, help="folder to write the shards to, and to find them again (default: a temporary one)")
-    add("--peers", type=Path, help="folder with open_clip, open_clip_train and webdataset, for PYTHONPATH")
-    add("--model", default="ViT-B-32", help="of open_clip (ViT-B-32)")
-    add("--samples", type=int, default=32768, help="pairs in the shards (32768)")
-    add("--files", type=int, default=64, help="shards (64); open_clip needs at least as many as workers")
-    add("--batches", type=int, nargs="+", default=[4096, 16384], help="of megabatch (4096 16384)")
-    add("--open-clip", type=int, nargs="*", default=[1024, 2048, 4096, 8192], help="batches of open_clip (1024 … 8192)")
+    add("--data", type=Path, help="folder with the .bin and .json files of Flickr8k (default: images of noise)")
+    add("--shards", type=Path, help="folder for the shards, which the next call can use (default: a temporary folder)")
+    add("--peers", type=Path, help="folder with open_clip, open_clip_train and webdataset, which is added to PYTHONPATH")
+    add("--model", default="ViT-B-32", help="model of open_clip (default: ViT-B-32)")
+    add("--samples", type=int, default=32768, help="number of pairs in the shards (default: 32768)")
+    add("--files", type=int, default=64, help="number of shards, at least as many as workers of open_clip (default: 64)")
+    add("--batches", type=int, nargs="+", default=[4096, 16384], help="batch sizes of megabatch (default: 4096 16384)")
+    add(
+        "--open-clip",
+        type=int,
+        nargs="*",
+        default=[1024, 2048, 4096, 8192],
+        help="batch sizes of open_clip (default: 1024 2048 4096 8192)",
+    )
     add("--variants", nargs="*", choices=[name for name in VARIANTS if name], default=["not compiled"])
-    add("--towers", nargs="*", choices=list(TOWERS_HOW), default=list(TOWERS_HOW), help="how the towers alone run (both)")
-    add("--chunk", type=int, default=512, help="samples at once of the towers alone (512)")
-    add("--steps", type=int, default=8, help=f"steps of each run, beside the first {SKIPPED} (8)")
-    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="of open_clip (as many as cores)")
-    add("--limit", type=float, default=120, help="seconds of one run (120)")
+    add(
+        "--towers",
+        nargs="*",
+        choices=list(TOWERS_HOW),
+        default=list(TOWERS_HOW),
+        help="how to run only the towers (default: both)",
+    )
+    add("--chunk", type=int, default=512, help="number of samples that only the towers encode at once (default: 512)")
+    add("--steps", type=int, default=8, help=f"number of steps of each run, in addition to the first {SKIPPED} (default: 8)")
+    add(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="data-loader workers of open_clip (default: number of cores)",
+    )
+    add("--limit", type=float, default=120, help="time limit of a run in seconds (default: 120)")
     args = parser.parse_args()
     if args.tiny:
         args.model, args.samples, args.files, args.batches, args.open_clip = TINY_MODEL, 64, 4, [32], [16]
         args.variants, args.chunk, args.steps, args.workers = [], 16, 2, 1
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as place:
-        bench = Bench(args, Path(place), device_of(args))
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args, Path(folder), device_of(args))
         record = Record.of_script(
             "train_speed", args, args.seconds, model=args.model, samples=args.samples, workers=args.workers
         )
-        record.say(f"{args.samples:,} pairs in {args.files} shards, made in {time.perf_counter() - began:.0f} s")
+        record.say(f"{args.samples:,} pairs in {args.files} shards were made in {time.perf_counter() - start:.0f} s")
         measure(record, bench, args)
     record.finish(markdown, draw)
 

@@ -1,10 +1,10 @@
-"""A process of `train_speed.py`: a trainer run as `python -m` runs it, or the towers alone.
+"""A process of `train_speed.py`. It runs a trainer like `python -m`, or only the towers.
 
 python benchmarks/train_speed_child.py MODULE ARGUMENTS…
 python benchmarks/train_speed_child.py towers JSON
 
-Prints the peak of the memory at the end, also if it is terminated; open_clip's trainer does not tell it. TRAIN_SPEED_MODEL
-names a file with a model's config that open_clip is to know.
+At the end it prints the peak memory, even if it is terminated, because the trainer of open_clip does not print it. The variable
+TRAIN_SPEED_MODEL can name the config file of a model, which is added to open_clip.
 """
 
 import contextlib
@@ -47,14 +47,14 @@ def tell_peak() -> None:
 
 
 def towers_alone(*, model: str, data: str, chunk: int, batch: int, steps: int, compiled: bool) -> dict[str, dict[str, Any]]:
-    """Steps over chunks that lie on the device, with an optimizer but no data and no loss.
+    """Measures steps over chunks in device memory, with an optimizer, without reading data and without a loss.
 
-    Each chunk is encoded twice, without a graph and then with one, as a cached step does that keeps no graphs; and in further
-    steps once. With `compiled`, captions are cut after the longest of the chunk, where a tower allows it, and on a GPU the
-    towers are compiled.
+    Each chunk is encoded twice, without a graph and then with a graph, as in gradient caching that keeps no graphs. In further
+    steps it is encoded once. With `compiled`, captions are cut to the longest caption of the chunk if the tower allows it, and
+    the towers are compiled on a GPU.
 
     Returns:
-        A row for each, by "encoded twice" and "encoded once".
+        The rows of "encoded twice" and "encoded once".
     """
     from megabatch.cached.streaming import map_rows
     from megabatch.cached.tower import call
@@ -62,7 +62,7 @@ def towers_alone(*, model: str, data: str, chunk: int, batch: int, steps: int, c
     from megabatch_train import towers
     from megabatch_train.data import load
     from megabatch_train.towers.tower import compile_towers, compiler_settings
-    from megabatch_train.trainer.build import autocast, build_optimizer, fast_products, parameter_groups
+    from megabatch_train.trainer.build import allow_tf32, autocast, build_optimizer, parameter_groups
     from megabatch_train.trainer.config import TrainConfig
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -86,7 +86,7 @@ def towers_alone(*, model: str, data: str, chunk: int, batch: int, steps: int, c
         compiler = compiler_settings()
 
     def step(passes: int) -> float:
-        began = time.perf_counter()
+        start = time.perf_counter()
         if passes == 2:
             with torch.no_grad(), cast:
                 for _ in range(batch // chunk):
@@ -101,11 +101,11 @@ def towers_alone(*, model: str, data: str, chunk: int, batch: int, steps: int, c
         optimizer.zero_grad()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     tokens = [int(tensor.shape[1]) for tensor in inputs[1].values()] if isinstance(inputs[1], dict) else []
     rows = {}
-    with fast_products(config.precision, device), compiler:
+    with allow_tf32(config.precision, device), compiler:
         for name, passes in (("encoded twice", 2), ("encoded once", 1)):
             step(passes)  # compiles
             seconds = sum(step(passes) for _ in range(steps))

@@ -232,7 +232,6 @@ OTHER_WORDS = {
 DESCRIBING = {
     "bound",  # of a value
     "cached_backward",
-    "checkpointed_loss",
     "embedding_loss",
     "guided_tile",
     "learning_rate",

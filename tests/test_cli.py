@@ -32,8 +32,8 @@ def pairs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--set", "optimzer.lr=1"], 'optimzer is no setting; did you mean "optimizer"?'),
-        (["--set", "optimizer.lrate=1"], 'optimizer.lrate is no setting; did you mean "lr"?'),
+        (["--set", "optimzer.lr=1"], 'optimzer is not a setting; did you mean "optimizer"?'),
+        (["--set", "optimizer.lrate=1"], 'optimizer.lrate is not a setting; did you mean "lr"?'),
         (["--batch-size", "13"], "batch_size … 12 … got 13"),
         (["--data", "nothing.csv"], "No such file: nothing.csv"),
         (["--data", "emojis"], "No such data: emojis … emoji"),
@@ -41,7 +41,7 @@ def pairs(tmp_path, monkeypatch):
         (["--resume", "nowhere"], "No such run: nowhere"),
         (["--resume", "."], ". has no checkpoint to resume from"),
         (["--set", "data=5"], "data must be a string, got 5"),
-        (["--set", "model_options.widht=16"], 'model_options.widht is no setting; did you mean "width"?'),
+        (["--set", "model_options.widht=16"], 'model_options.widht is not a setting; did you mean "width"?'),
         *((["--set", f"model_options.width={n}"], f"model_options.width must be at least 1, got {n}") for n in (0, -4)),
         (["--set", "model_options.image_size=1"], "model_options.image_size must be at least 16 … got 1"),
         (["--set", "model_options.channels=[]"], "model_options.channels … got []"),
@@ -124,8 +124,8 @@ logging.getLogger("megabatch_train.trainer").warning("ours too")
         (["train", "--batchsize", "3"], "unrecognized arguments: --batchsize 3; did you mean --batch-size?"),
         (["train", "--learning-rate", "3"], "did you mean --lr?"),
         (["train", "--batch_size", "3"], "did you mean --batch-size?"),
-        (["train", "--ema", "0.9"], "--ema 0.9; --set KEY=VALUE sets what has no option, and `megabatch config` lists it"),
-        (["trian"], "no such command: trian; did you mean train; there are: train, eval, search"),
+        (["train", "--ema", "0.9"], "--ema 0.9; other settings need --set KEY=VALUE (see `megabatch config`)"),
+        (["trian"], "no such command: trian; did you mean train; commands: train, eval, search"),
         (["eval", "run", "--zzz"], "unrecognized arguments: --zzz\n"),
     ],
 )
@@ -285,7 +285,7 @@ def test_flags_of_train_are_read_from_the_source_of_the_settings():
     ],
 )
 def test_threads_sleep_while_they_wait_on_a_cpu(monkeypatch, variables, drivers, torch_is_there, told):
-    for name in machine.WAITING:
+    for name in machine.WAIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -320,7 +320,7 @@ for command in (["info"], ["bench"]):
         print(command[0], seen)
         os.environ.pop("OMP_WAIT_POLICY", None)
 """
-    environment = {name: value for name, value in os.environ.items() if name not in machine.WAITING}
+    environment = {name: value for name, value in os.environ.items() if name not in machine.WAIT_VARIABLES}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert done.stdout.split("\n")[:2] == ["info passive", "bench None"], done.stderr
@@ -368,7 +368,7 @@ def test_info_of_a_source_that_is_not_installed(capsys, monkeypatch):
     monkeypatch.setattr(info.machine, "version", lambda name: None)
     rows = rows_of_info(capsys)
     assert rows["megabatch"] == megabatch.__version__
-    assert rows["extras"].startswith("not known: megabatch runs from its source")
+    assert rows["extras"].startswith("unknown, because megabatch is not installed")
 
 
 def test_python_m_megabatch_is_the_command_line():

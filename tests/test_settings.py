@@ -67,8 +67,8 @@ def test_any_text_and_number_survives_toml(tmp_path_factory, text, number, whole
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"nmae": "x"}, 'nmae is no setting; did you mean "name"?'),
-        ({"inner": {"rat": 1.0}}, 'inner.rat is no setting; did you mean "rate"?'),
+        ({"nmae": "x"}, 'nmae is not a setting; did you mean "name"?'),
+        ({"inner": {"rat": 1.0}}, 'inner.rat is not a setting; did you mean "rate"?'),
         ({"zzzzzz": 1}, "zzzzzz … name, size, share"),
         ({"inner": {"kind": "squar"}}, 'inner.kind … "round" or "square" … got \'squar\' … "square"?'),
         ({"size": "all"}, "size … got 'all'"),
@@ -110,7 +110,7 @@ def test_the_spaces_of_a_prompt_survive_the_command_line_and_the_file(tmp_path, 
 
 def test_assignments_that_are_none():
     for wrong in ("a", "=1", "a..b=1", ""):
-        with pytest.raises(SettingsError, match="--set takes key=value"):
+        with pytest.raises(SettingsError, match="--set must have the form KEY=VALUE"):
             settings.assignment(wrong)
 
 
@@ -163,7 +163,7 @@ def test_a_training_config_survives_toml_and_its_recipe_yields(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"batchsize": 3}, 'batchsize is no setting; did you mean "batch_size"?'),
+        ({"batchsize": 3}, 'batchsize is not a setting; did you mean "batch_size"?'),
         ({"batch_size": 1}, "batch_size must be at least 2, because … got 1"),
         ({"chunk_size": 0}, 'chunk_size must be at least 1, or "auto", got 0'),
         ({"epochs": 0}, "epochs must be more than 0, got 0"),
@@ -200,7 +200,7 @@ def test_every_setting_has_a_default_and_toml_can_hold_it():
     ],
 )
 def test_unknown_settings_get_a_suggestion_by_meaning(word, meant):
-    with pytest.raises(SettingsError, match=f'{word} is no setting; did you mean "{meant}"'):
+    with pytest.raises(SettingsError, match=f'{word} is not a setting; did you mean "{meant}"'):
         configs.resolve({word: 1})
 
 

@@ -1,1 +1,1 @@
-"""The `megabatch` command: trainer, data, towers, evaluation, search, mining, planning, export and reports."""
+"""The `megabatch` command: training, data, towers, evaluation, search, mining, planning, export and reports."""

@@ -1,4 +1,4 @@
-"""Trained models for other programs: folders for transformers, sentence-transformers, open_clip and ONNX, with a model card."""
+"""Exports trained models to folders for transformers, sentence-transformers, open_clip and ONNX, with a model card."""
 
 import copy
 import dataclasses
@@ -32,37 +32,37 @@ from megabatch_train.towers.tower import sample_inputs
 LOG = logging.getLogger("megabatch")
 
 # ----------------------------------------------------------------------------------------------------------------------
-# ONNX: a file for each side, `image.onnx` and `text.onnx`, from the inputs of the tower to embeddings of unit length.
+# ONNX. Each side has a file, `image.onnx` or `text.onnx`, which maps the inputs of the tower to embeddings of unit length.
 
 _PURPOSE = "Export to ONNX"
 
 
 def export_onnx(pair: Pair, folder: Path) -> None:
-    """Writes the files, and what rebuilds the preprocessing. If onnxruntime is installed, its embeddings are compared."""
+    """Writes the ONNX files and the files of the preprocessing. Compares embeddings if onnxruntime is installed."""
     for module in ("onnx", "onnxscript"):
         extras.load(module, purpose=_PURPOSE)
     if any(getattr(getattr(tower.collate, "__self__", None), "prompt_tokens", None) is not None for tower in pair.towers):
         raise ValueError(
-            "export --to onnx must have a model that pools all tokens, got model_options.include_prompt = false, whose pooling "
-            "depends on the prompt of each side; --to hf keeps it"
+            "--to onnx needs a model that pools all tokens, got model_options.include_prompt = false, with which pooling "
+            "depends on the prompt of each side; --to hf supports it"
         )
     for tower in {tower.kind: tower for tower in pair.towers}.values():
-        _write(tower, folder / f"{tower.kind}.onnx")
+        _write_onnx(tower, folder / f"{tower.kind}.onnx")
     models.keep(pair, folder)
 
 
-def _write(tower: Tower, path: Path) -> None:
+def _write_onnx(tower: Tower, path: Path) -> None:
     LOG.info("writing %s", path)
     inputs, module = sample_inputs(tower), copy.deepcopy(tower.module).float()
     if isinstance(module, TextEncoder):
-        module.pad()  # the sizes of packed texts depend on values
-    # The first axis is the batch; the second of texts is their length, if the model takes any length.
+        module.pad()  # shapes of packed texts depend on values, which ONNX does not support
+    # Axis 0 is the batch. Axis 1 of texts is their length, if the model accepts any length.
     axes: Any = {0: torch.export.Dim.DYNAMIC, **({} if tower.kind == IMAGE else {1: torch.export.Dim.AUTO})}
     attention = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # ONNX has no operator for it
+    torch.backends.mha.set_fastpath_enabled(False)  # ONNX has no operator for the fast path
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about PyTorch's own deprecated functions and names of axes
+            warnings.simplefilter("ignore")  # PyTorch warns about its own deprecated functions and about names of axes
             torch.onnx.export(
                 module,
                 (),
@@ -78,46 +78,46 @@ def _write(tower: Tower, path: Path) -> None:
     finally:
         torch.backends.mha.set_fastpath_enabled(attention)
     if extras.is_installed("onnxruntime"):
-        LOG.info("%s: embeddings of onnxruntime differ from the model's by at most %.1e", path, _compare(module, inputs, path))
+        LOG.info("%s: embeddings of onnxruntime and of the model differ by at most %.1e", path, _compare(module, inputs, path))
 
 
 def _is_large(module: nn.Module) -> bool:
-    """Whether weights go into a file beside, because an ONNX file has at most 2 GiB."""
+    """Whether the weights need a file of their own, because an ONNX file is limited to 2 GiB."""
     size: int = sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
     return size > 3 << 29
 
 
 @torch.no_grad()
 def _compare(module: nn.Module, inputs: dict[str, Tensor], path: Path) -> float:
-    """The largest difference."""
+    """Returns the largest difference between the embeddings of onnxruntime and of the model."""
     runtime = extras.load("onnxruntime", purpose=_PURPOSE)
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     differences: list[float] = []
     for count in (3, 1):
-        some = {name: value[:count] for name, value in inputs.items()}
-        (found,) = session.run(None, {name: value.numpy() for name, value in some.items()})
-        differences.append((torch.from_numpy(found) - module(**some)).abs().max().item())
+        few_inputs = {name: value[:count] for name, value in inputs.items()}
+        (embeddings,) = session.run(None, {name: value.numpy() for name, value in few_inputs.items()})
+        differences.append((torch.from_numpy(embeddings) - module(**few_inputs)).abs().max().item())
         if not differences[-1] <= TOLERANCE:
-            raise RuntimeError(f"{path} must give the embeddings of the model, got a difference of {differences[-1]:.1e}")
+            raise RuntimeError(f"{path} must give the same embeddings as the model, got a difference of {differences[-1]:.1e}")
     return max(differences)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The code of a model card for ONNX files: it opens the files, preprocesses and embeds, and runs as it stands.
+# The code of a model card for ONNX files. It is a complete program that opens the files, preprocesses inputs and encodes them.
 #
-# transformers and open_clip preprocess the inputs of their models, from the files beside the ONNX files. megabatch
-# preprocesses the inputs of "small", and of encoders without a tokenizer or an image processor.
+# transformers and open_clip preprocess the inputs of their models. They read their files in the folder of the ONNX files.
+# megabatch preprocesses the inputs of "small", and of encoders without a tokenizer or an image processor.
 
 
-class _Code(NamedTuple):
-    """The preprocessing of one side."""
+class _Preprocessing(NamedTuple):
+    """Code that preprocesses the inputs of one side."""
 
     imports: tuple[str, ...]
-    setup: str  # runs once
-    function: str
+    setup: str  # lines that run once
+    function: str  # function that encodes inputs
 
 
-_TOKENS = _Code(
+_TOKENS = _Preprocessing(
     ("from transformers import AutoTokenizer",),
     'tokenizer = AutoTokenizer.from_pretrained(folder$place, padding_side="right")',
     """
@@ -128,7 +128,7 @@ def embed_texts(texts, prompt=$prompt):
     return text_session.run(None, inputs)[0]
 """,
 )
-_WORDS = _Code(
+_WORDS = _Preprocessing(
     ("from megabatch_train.towers.huggingface_inputs import HashedWords",),
     "words = HashedWords($vocabulary, $longest)",
     """
@@ -137,7 +137,7 @@ def embed_texts(texts, prompt=$prompt):
     return text_session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0]
 """,
 )
-_SMALL_TEXTS = _Code(
+_SMALL_TEXTS = _Preprocessing(
     ("from megabatch_train import towers",),
     'small = towers.load("small", $kinds, **$options)',
     """
@@ -146,7 +146,7 @@ def embed_texts(texts, prompt=$prompt):
     return text_session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0]
 """,
 )
-_CLIP_TEXTS = _Code(
+_CLIP_TEXTS = _Preprocessing(
     ("import open_clip",),
     'tokenizer = open_clip.get_tokenizer("local-dir:" + folder)',
     """
@@ -155,7 +155,7 @@ def embed_texts(texts, prompt=$prompt):
     return text_session.run(None, {"text": tokens.numpy()})[0]
 """,
 )
-_PROCESSOR = _Code(
+_PROCESSOR = _Preprocessing(
     ("from transformers import AutoImageProcessor",),
     "processor = AutoImageProcessor.from_pretrained(folder$place)",
     """
@@ -164,7 +164,7 @@ def embed_images(images):
     return image_session.run(None, {"pixel_values": inputs["pixel_values"]})[0]
 """,
 )
-_IMAGES = _Code(
+_IMAGES = _Preprocessing(
     (
         *("import numpy", "import torch", "from transformers import AutoConfig"),
         "from megabatch_train.towers.huggingface_inputs import ImageInputs",
@@ -177,7 +177,7 @@ def embed_images(images):
     return image_session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0]
 """,
 )
-_SMALL_IMAGES = _Code(
+_SMALL_IMAGES = _Preprocessing(
     ("import numpy", "import torch", "from megabatch_train import towers"),
     _SMALL_TEXTS.setup,
     """
@@ -187,7 +187,7 @@ def embed_images(images):
     return image_session.run(None, {"images": inputs.numpy()})[0]
 """,
 )
-_CLIP_IMAGES = _Code(
+_CLIP_IMAGES = _Preprocessing(
     ("import json", "import numpy", "from open_clip.transform import PreprocessCfg, image_transform_v2"),
     """with open(folder + "/open_clip_config.json") as file:
     preprocessing = PreprocessCfg(size=$size, **json.load(file)["preprocess_cfg"])
@@ -210,17 +210,17 @@ print(query_embeds @ document_embeds.T)  # similarities
 """
 
 
-def write_code(pair: Pair, place: Sequence[str]) -> str:
-    """A program that embeds an image and texts, or queries and documents.
+def write_code(pair: Pair, folder_lines: Sequence[str]) -> str:
+    """Returns a program that encodes an image and texts, or queries and documents.
 
     Args:
         pair: the exported model.
-        place: lines that set `folder`; imports come first.
+        folder_lines: lines of the program that set `folder`. The last line sets it, and the other lines are imports.
     """
     towers = {tower.kind: tower for tower in pair.towers}
-    imports, setups, functions = {"import onnxruntime", *place[:-1]}, [place[-1]], []
+    imports, setups, functions = {"import onnxruntime", *folder_lines[:-1]}, [folder_lines[-1]], []
     for kind, tower in towers.items():
-        code, fields = _choose(pair, tower)
+        code, fields = _choose_code(pair, tower)
         imports |= set(code.imports)
         setups += [_SESSION.replace("$kind", kind), Template(code.setup).substitute(fields)]
         functions.append(Template(code.function).substitute(fields))
@@ -231,27 +231,27 @@ def write_code(pair: Pair, place: Sequence[str]) -> str:
     return "\n".join([begin, "", *dict.fromkeys(setups), "", *functions, use])
 
 
-def _choose(pair: Pair, tower: Tower) -> tuple[_Code, dict[str, Any]]:
-    """The preprocessing of a side, and the values of its fields."""
-    made, module = getattr(tower.collate, "__self__", None), tower.module
+def _choose_code(pair: Pair, tower: Tower) -> tuple[_Preprocessing, dict[str, Any]]:
+    """Returns the preprocessing code of a side, and the values of its fields."""
+    preparation, module = getattr(tower.collate, "__self__", None), tower.module
     side = models.folder_of(pair, 0 if tower.kind == IMAGE else 1)
     fields: dict[str, Any] = {"place": f' + "/{side}"' if side else "", "prompt": repr(pair.options.get("document_prompt", ""))}
     if pair.name.startswith("open_clip:"):
         model: Any = module.get_submodule("model")
         return (_CLIP_IMAGES if tower.kind == IMAGE else _CLIP_TEXTS), fields | {"size": repr(model.visual.image_size)}
-    if isinstance(made, TokenInputs):
-        return _TOKENS, fields | {"longest": made.longest}
-    if isinstance(made, HashedWords):
-        return _WORDS, fields | {"longest": made.longest, "vocabulary": made.vocabulary}
-    if isinstance(made, ImageInputs):
-        return (_IMAGES if made.processor is None else _PROCESSOR), fields
+    if isinstance(preparation, TokenInputs):
+        return _TOKENS, fields | {"longest": preparation.longest}
+    if isinstance(preparation, HashedWords):
+        return _WORDS, fields | {"longest": preparation.longest, "vocabulary": preparation.vocabulary}
+    if isinstance(preparation, ImageInputs):
+        return (_IMAGES if preparation.processor is None else _PROCESSOR), fields
     options = {key: value for key, value in pair.options.items() if key not in (*TEXT_OPTIONS, "augmentation")}
     kinds = tuple(one.kind for one in pair.towers)
     return (_SMALL_IMAGES if tower.kind == IMAGE else _SMALL_TEXTS), fields | {"options": options, "kinds": kinds}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A model in one of the formats.
+# Export in one of the formats.
 
 
 FORMATS = ("hf", "open_clip", "onnx")
@@ -261,14 +261,15 @@ def export(pair: Pair, form: str, folder: Path) -> None:
     """Writes the model in one of `FORMATS`.
 
     Args:
-        pair: in evaluation mode, on the CPU.
-        form: "hf" for encoders of transformers and CLIP models of open_clip, "open_clip" for its models, "onnx" for all.
-        folder: created if it does not exist.
+        pair: model in evaluation mode, on the CPU.
+        form: "hf" for encoders of transformers and CLIP models of open_clip, "open_clip" for models of open_clip, or "onnx" for
+            all models.
+        folder: folder to write. It is created if it does not exist.
     """
     family = pair.name.partition(":")[0]
     writers: dict[str, dict[str, Callable[[Pair, Path], object]]] = {
-        "hf": {"hf": _transformers, "hf-config": _transformers, "open_clip": open_clip.export_clip},
-        "open_clip": {"open_clip": _open_clip},
+        "hf": {"hf": _export_transformers, "hf-config": _export_transformers, "open_clip": open_clip.export_clip},
+        "open_clip": {"open_clip": _export_open_clip},
         "onnx": dict.fromkeys(("hf", "hf-config", "open_clip", "small"), export_onnx),
     }
     if family not in writers[form]:
@@ -278,24 +279,24 @@ def export(pair: Pair, form: str, folder: Path) -> None:
     writers[form][family](pair, folder)
 
 
-def _open_clip(pair: Pair, folder: Path) -> None:
-    towers.save(pair, folder).replace(folder / "open_clip_model.safetensors")  # the name on the hub
+def _export_open_clip(pair: Pair, folder: Path) -> None:
+    towers.save(pair, folder).replace(folder / "open_clip_model.safetensors")  # the file name that open_clip expects on the hub
 
 
-def _transformers(pair: Pair, folder: Path) -> None:
-    """One text encoder, or one folder for each of two. Adapters are added to the weights."""
+def _export_transformers(pair: Pair, folder: Path) -> None:
+    """Writes one text encoder, or a folder for each of two encoders. LoRA adapters are merged into the weights."""
     if pair.lora is not None:
         pair = dataclasses.replace(pair, lora=dataclasses.replace(pair.lora, merge=True))
     if pair.first.module is pair.second.module:
         towers.save(pair, folder)
         return
     for tower in pair.towers:
-        place, module = folder / tower.kind, tower.module
-        assert tower.keep is not None, "towers of transformers have files"
-        tower.keep(place)
+        tower_folder, module = folder / tower.kind, tower.module
+        assert tower.keep is not None, "a tower of transformers can write its files"
+        tower.keep(tower_folder)
         model = module.get_submodule("model")
         weights = model.state_dict() if pair.lora is None else lora.merge_adapters(model, model.state_dict())
-        write_tensors(place / models.WEIGHTS, weights)
+        write_tensors(tower_folder / models.WEIGHTS, weights)
     write_tensors(folder / "image" / "projection.safetensors", {"weight": pair.first.module.get_parameter("head.weight")})
     huggingface.describe(pair, folder / "text", pair.second.module.state_dict())
 
@@ -305,31 +306,31 @@ def _transformers(pair: Pair, folder: Path) -> None:
 
 
 def check_token() -> None:
-    """Raises an error if nobody is logged in, before anything is written."""
+    """Raises an error if the user is not logged in to the hub."""
     hub = extras.load("huggingface_hub", purpose="A model on the hub")
     if hub.get_token() is None:
-        raise ValueError("--push must have a token of the Hugging Face hub, got none: `hf auth login` or HF_TOKEN gives one")
+        raise ValueError("--push needs a token of the Hugging Face hub; run `hf auth login` or set HF_TOKEN")
 
 
 def push(folder: Path, name: str) -> str:
-    """Uploads the folder as a model and returns its address. Creates a private model if there is none of this name.
+    """Uploads a folder as a model and returns the URL. Creates a private model if no model has this name.
 
     Args:
-        folder: of an export.
-        name: "USER/MODEL", or "MODEL" of the user who is logged in.
+        folder: folder of an export.
+        name: "USER/MODEL", or "MODEL" for the user who is logged in.
     """
     api = extras.load("huggingface_hub", purpose="A model on the hub").HfApi()
-    address = api.create_repo(name, repo_type="model", private=True, exist_ok=True)
-    api.upload_folder(folder_path=str(folder), repo_id=address.repo_id, repo_type="model", commit_message="megabatch export")
-    return str(address)
+    url = api.create_repo(name, repo_type="model", private=True, exist_ok=True)
+    api.upload_folder(folder_path=str(folder), repo_id=url.repo_id, repo_type="model", commit_message="megabatch export")
+    return str(url)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The model card: how to load the export, and the data, batch, evaluation, curves and settings of its run.
+# The model card. It contains code that loads the export, and the data, batch, evaluation, curves and settings of the run.
 
 
 CARD = "README.md"
-# Code that loads a model from its folder, or by its name on the hub.
+# Code that loads a model from its folder or from the hub.
 _LOAD_OPEN_CLIP = """
 import open_clip
 
@@ -345,11 +346,11 @@ from transformers import CLIPModel, CLIPProcessor
 model, processor = CLIPModel.from_pretrained("{folder}"), CLIPProcessor.from_pretrained("{folder}")
 
 
-def cleaned(text):  # by open_clip's tokenizer in training, and not by transformers': quotation marks, ligatures, HTML
+def clean(text):  # quotation marks, ligatures and HTML, as in training by the tokenizer of open_clip
     return html.unescape(ftfy.fix_text(text))
 
 
-tokens = processor(text=[cleaned("a dog’s tail")], padding=True, return_tensors="pt")
+tokens = processor(text=[clean("a dog’s tail")], padding=True, return_tensors="pt")
 """
 _LOAD_SENTENCES = """
 from sentence_transformers import SentenceTransformer
@@ -378,7 +379,7 @@ image = Image.new("RGB", (256, 256), "red")  # or Image.open("photo.jpg").conver
 
 images = AutoModel.from_pretrained(folder + "/image")
 projection = load_file(folder + "/image/projection.safetensors")["weight"]
-states = images(pixel_values=pixels).last_hidden_state  # (n, places, H), or (n, H, h, w)
+states = images(pixel_values=pixels).last_hidden_state  # (n, positions, H), or (n, H, h, w)
 pooled = states.mean(1) if states.dim() == 3 else states.mean((2, 3))
 image_embeddings = torch.nn.functional.normalize(pooled @ projection.T, dim=-1)
 """
@@ -406,15 +407,15 @@ text_embeddings = texts.encode_document(["a photo of a cat"])
 def write_card(
     pair: Pair, form: str, folder: Path, *, run: Path | None, step: int | None = None, name: str | None = None
 ) -> Path:
-    """Writes README.md, and its pictures if the run has curves.
+    """Writes the model card README.md, and pictures if the run has curves.
 
     Args:
         pair: the exported model.
-        form: its format.
-        folder: of the export.
-        run: the folder of its run; None for a model by name.
-        step: of the run that the weights are from (default: its last one).
-        name: on the hub (default: the folder).
+        form: format of the export.
+        folder: folder of the export.
+        run: folder of the run, or None for a model by name.
+        step: step of the weights (default: last step of the run).
+        name: name on the hub (default: name of the folder).
     """
     parts = [_card_header(pair, form), f"# {(name or folder.resolve().name).rpartition('/')[2]}", _card_about(pair, run)]
     parts += ["## Use", *_card_use(pair, form, name or str(folder), on_hub=name is not None)]
@@ -439,13 +440,15 @@ def _card_header(pair: Pair, form: str) -> str:
 def _card_about(pair: Pair, run: Path | None) -> str:
     sides = " and ".join(dict.fromkeys(f"{tower.kind}s" for tower in pair.towers))
     bias = "" if pair.logit_bias is None else f" and adds {tables.short(pair.logit_bias)}"
-    told = f"Embeddings of {sides}, of unit length; the similarity of two is their product. Towers: `{_public_name(pair)}`."
-    scaled = f"The loss multiplies similarities by {tables.short(pair.logit_scale)}{bias}."
-    return " ".join([told, scaled, *(["Trained with megabatch."] if run is not None else [])])
+    sentences = (
+        f"Towers: `{_public_name(pair)}`. Embeddings of {sides} have unit length, and their similarity is the inner product."
+    )
+    loss_sentence = f"The loss multiplies similarities by {tables.short(pair.logit_scale)}{bias}."
+    return " ".join([sentences, loss_sentence, *(["The model was trained with megabatch."] if run is not None else [])])
 
 
 def _public_name(pair: Pair) -> str:
-    """The pair's name, without the places of folders on this machine."""
+    """Returns the name of the model, without absolute paths of this machine."""
     family, colon, name = pair.name.partition(":")
     between, parts = (
         ("@", [part for part in open_clip.split_name(name) if part]) if family == "open_clip" else ("+", name.split("+"))
@@ -455,23 +458,23 @@ def _public_name(pair: Pair) -> str:
 
 def _card_use(pair: Pair, form: str, folder: str, *, on_hub: bool) -> list[str]:
     prompts = [
-        f"Texts of the {side} side begin with {json.dumps(pair.options[key])}."
+        f"Each text of the {side} side must begin with {json.dumps(pair.options[key])}."
         for side, key in (("first", "query_prompt"), ("second", "document_prompt"))
         if pair.options.get(key)
     ]
     images, texts = (getattr(tower.collate, "__self__", None) for tower in pair.towers)
     download = ["from huggingface_hub import snapshot_download", f"folder = snapshot_download({json.dumps(folder)})"]
-    place = download if on_hub else [f"folder = {json.dumps(folder)}"]
+    folder_lines = download if on_hub else [f"folder = {json.dumps(folder)}"]
     if form == "open_clip":
         code = _LOAD_OPEN_CLIP.format(scheme="hf-hub" if on_hub else "local-dir", folder=folder)
     elif form == "onnx":
-        code = write_code(pair, place)
+        code = write_code(pair, folder_lines)
     elif pair.name.startswith("open_clip:"):
         code = _LOAD_CLIP.format(folder=folder)
     elif isinstance(images, ImageInputs):
         pixels = _LOAD_FITTED if images.processor is None else _LOAD_PROCESSED
         code = (
-            "\n\n".join(place)
+            "\n\n".join(folder_lines)
             + "\n"
             + _LOAD_TWO.format(pixels=pixels.strip())
             + (_LOAD_TEXTS if isinstance(texts, TokenInputs) else "")
@@ -484,7 +487,7 @@ def _card_use(pair: Pair, form: str, folder: str, *, on_hub: bool) -> list[str]:
 
 
 def _card_run(run: results.SavedRun, folder: Path, step: int | None) -> list[str]:
-    """Data, batch, evaluation of the exported weights, curves and settings."""
+    """Returns the sections about the run: data, batch, evaluation of the exported weights, problems, curves and settings."""
     batch = f", in batches of {run.config['batch_size']:,} pairs" if "batch_size" in run.config else ""
     parts = ["## Training", f"Data: `{sanitize(run.training_data)}`{batch}." if run.training_data else ""]
     if step is not None:
@@ -492,18 +495,18 @@ def _card_run(run: results.SavedRun, folder: Path, step: int | None) -> list[str
         parts.append(f"The weights are from step {step:,}{best}.")
     if (table := setting(run)) is not None:
         parts.append(table.markdown())
-    evaluations = [found for found in run.evaluations if step in (None, found["step"])]
+    evaluations = [evaluation for evaluation in run.evaluations if step in (None, evaluation["step"])]
     if evaluations:
         last = evaluations[-1]
         part = "the held-out part of " if run.config.get("holdout") else ""
         on = f" on {part}`{sanitize(run.test_data[0])}`" if run.test_data else ""
-        told = tables.table(last["evaluation"]).markdown()
-        parts += ["## Evaluation", f"After step {last['step']:,}{on}:", told]
+        table_text = tables.table(last["evaluation"]).markdown()
+        parts += ["## Evaluation", f"After step {last['step']:,}{on}:", table_text]
     if run.problems:
         parts += ["## Problems in training", "\n".join(f"- {problem}" for problem in run.problems)]
-    if plots.available() and (drawn := [one for one in (report.loss(run), report.recalls(run)) if one is not None]):
+    if plots.available() and (plots_of_run := [one for one in (report.loss(run), report.recalls(run)) if one is not None]):
         parts.append("## Curves")
-        for number, (described, figure) in enumerate(drawn, 1):
+        for number, (described, figure) in enumerate(plots_of_run, 1):
             plots.save(figure, folder / f"curve_{number}.png")
             parts.append(f"![{described}](curve_{number}.png)")
     if run.config_text:

@@ -1,4 +1,4 @@
-"""The machine: processor, GPU, memory and versions, without names of hosts or users."""
+"""Describes the machine: processor, GPU, memory and versions, without names of hosts or users."""
 
 import importlib.metadata
 import os
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 VERSIONS_OF = ("megabatch", "torch", "triton", "open_clip_torch")
 PEERS = ("transformers", "sentence-transformers", "pytorch-metric-learning", "info-nce-pytorch", "lightly")
 
-# A failed allocation on a CPU is a plain RuntimeError with one of these in its message.
+# PyTorch raises a plain RuntimeError if an allocation on the CPU fails. Its message contains one of these words.
 ALLOCATION_FAILED = ("DefaultCPUAllocator", "bad_alloc")
 
-# How threads of OpenMP wait. Each of these variables is a choice of the user.
+# Environment variables that set how OpenMP threads wait. If one of them is set, the user has chosen.
 WAIT_POLICY = "OMP_WAIT_POLICY"
-WAITING = (WAIT_POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-# Devices of GPU drivers: NVIDIA, AMD, and the Windows Subsystem for Linux.
+WAIT_VARIABLES = (WAIT_POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+# Device files of the GPU drivers of NVIDIA, of AMD, and of the Windows Subsystem for Linux.
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 class Rates(NamedTuple):
-    """Peak rates of a GPU in TFLOP/s, for dense matrices, as its vendor prints them."""
+    """Peak rates of a GPU for dense matrices in TFLOP/s, as published by its vendor."""
 
-    half: float  # bfloat16 or float16, float32 sums
+    half: float  # bfloat16 or float16 with float32 accumulation
     tf32: float
-    single: float  # float32 without the matrix engine
+    single: float  # float32 without tensor cores
 
 
-# By the model's name. SXM modules, where a model has several forms; `planning/gpus.py` names the documents.
+# Keys are model names. If a model has several forms, these are the rates of the SXM module. Sources: `planning/gpus.py`.
 PEAKS = {
     "A100": Rates(312, 156, 19.5),
     "A800": Rates(312, 156, 19.5),
@@ -45,11 +45,11 @@ PEAKS = {
     "RTX4090": Rates(165.2, 82.6, 82.6),
     "MI300X": Rates(1307.4, 653.7, 163.4),
 }
-OTHER_FORMS = ("PCIE", "NVL", "LAPTOP", "RTX4090D")  # of these models, with lower rates
+OTHER_FORMS = ("PCIE", "NVL", "LAPTOP", "RTX4090D")  # forms of these models with lower rates
 
 
 def peak_rates(gpu: str) -> Rates | None:
-    """Peak rates of a GPU by the name its driver reports, such as "NVIDIA H100 80GB HBM3"; None if they are not known."""
+    """Returns the peak rates of a GPU, given the name that its driver reports ("NVIDIA H100 80GB HBM3"), or None if unknown."""
     name = gpu.upper().replace(" ", "")
     if any(form in name for form in OTHER_FORMS):
         return None
@@ -57,10 +57,12 @@ def peak_rates(gpu: str) -> Rates | None:
 
 
 def describe(*packages: str) -> dict[str, str | int | None]:
-    """Processor, GPU, memory and versions; None if not available. Contains no names of hosts or users, and no paths.
+    """Returns the processor, GPU, memory and versions. A value that is not available is None.
+
+    The result contains no names of hosts or users, and no paths.
 
     Args:
-        packages: whose versions are added.
+        packages: further packages whose versions are included.
     """
     import torch
 
@@ -81,7 +83,7 @@ def describe(*packages: str) -> dict[str, str | int | None]:
 
 
 def describe_device(world: "World") -> str:
-    """The devices of all ranks, for people: "CPU, 2 threads" or "8 ranks, each NVIDIA H200"."""
+    """Returns the devices of all ranks as text, such as "CPU, 2 threads" or "8 ranks, each NVIDIA H200"."""
     import torch
 
     if world.device.type == "cuda":
@@ -92,7 +94,7 @@ def describe_device(world: "World") -> str:
 
 
 def summary(machine: dict[str, str | int | None]) -> str:
-    """`describe()` in one line, for people."""
+    """Returns the result of `describe()` in one line."""
 
     def gibibytes(key: str) -> str:
         size = machine[key]
@@ -102,50 +104,50 @@ def summary(machine: dict[str, str | int | None]) -> str:
     if machine["gpu"] is not None:
         parts.append(f"{machine['gpus']} × {machine['gpu']}, {gibibytes('gpu_memory_bytes')}")
     parts.append(f"{machine['platform']}, Python {machine['python']}")
-    known = (name for name in (*VERSIONS_OF, *PEERS) if machine.get(name) is not None)
-    parts += [f"{name} {machine[name]}" for name in known]
+    versions = (name for name in (*VERSIONS_OF, *PEERS) if machine.get(name) is not None)
+    parts += [f"{name} {machine[name]}" for name in versions]
     return "; ".join(parts)
 
 
 def let_threads_sleep() -> None:
-    """Makes waiting OpenMP threads of this process sleep, on a machine without a GPU. Call it before torch is imported.
+    """Lets OpenMP threads of this process sleep while they wait, on a machine without a GPU. Call it before importing torch.
 
-    A waiting thread of OpenMP spins by default. If other programs use the cores, it takes the time that working threads need,
-    and PyTorch is several times slower. OpenMP reads the variable when it is loaded, which is when torch is imported.
+    By default, a waiting OpenMP thread spins. If other programs use the cores, spinning threads take time from working threads,
+    and PyTorch is several times slower. OpenMP reads the environment variable when torch is imported.
     """
-    chosen = any(name in os.environ for name in WAITING)
-    if not chosen and "torch" not in sys.modules and not any(os.path.exists(path) for path in GPU_DRIVERS):
+    user_has_chosen = any(name in os.environ for name in WAIT_VARIABLES)
+    if not user_has_chosen and "torch" not in sys.modules and not any(os.path.exists(path) for path in GPU_DRIVERS):
         os.environ[WAIT_POLICY] = "passive"
 
 
-class Others:
-    """CPU load of other programs since this object was created; child processes of this program do not count."""
+class OtherPrograms:
+    """Measures the CPU load of other programs since the object was created. Child processes of this program do not count."""
 
     def __init__(self) -> None:
-        self._begin_in_thread = _processor_seconds()
+        self._start = _processor_seconds()
 
     def share(self) -> float | None:
-        """Fraction of all cores that other programs have used so far; None if the system does not say."""
+        """Returns the fraction of all cores that other programs have used so far, or None if the system does not report it."""
         now = _processor_seconds()
-        if self._begin_in_thread is None or now is None:
+        if self._start is None or now is None:
             return None
-        possible, used, own = (after - before for before, after in zip(self._begin_in_thread, now, strict=True))
-        return max(0.0, used - own) / possible if possible > 0 else 0.0
+        total, used, own = (after - before for before, after in zip(self._start, now, strict=True))
+        return max(0.0, used - own) / total if total > 0 else 0.0
 
 
 def _processor_seconds() -> tuple[float, float, float] | None:
-    """CPU seconds of all cores since boot: available, used, and used by this program."""
+    """Returns the CPU seconds of all cores since boot (total, used), and the CPU seconds of this program."""
     try:
         fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except (OSError, ValueError, IndexError):
         return None
-    whole, idle = sum(fields), sum(fields[3:5])  # idle, and waiting for disks
+    total, idle = sum(fields), sum(fields[3:5])  # idle time and time of waiting for disks
     tick = os.sysconf("SC_CLK_TCK")
-    return whole / tick, (whole - idle) / tick, sum(os.times()[:4])
+    return total / tick, (total - idle) / tick, sum(os.times()[:4])
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on any device."""
+    """Whether the error says that an allocation failed, on any device."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -154,7 +156,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def peak_bytes(device: "torch.device") -> int:
-    """Peak memory so far: bytes of tensors on a CUDA device, else resident bytes of this process."""
+    """Returns the peak memory so far: bytes of tensors on a CUDA device, or else resident bytes of this process."""
     if device.type == "cuda":
         import torch
 
@@ -168,7 +170,7 @@ def peak_bytes(device: "torch.device") -> int:
 
 
 def version(distribution: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
+    """Returns the version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -182,9 +184,9 @@ def _cpu_name() -> str:
     except (OSError, StopIteration):
         pass
     if platform.system() == "Darwin":
-        ask = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
-        if ask.returncode == 0:
-            return ask.stdout.strip()
+        answer = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
+        if answer.returncode == 0:
+            return answer.stdout.strip()
     return platform.processor() or platform.machine()
 
 

@@ -89,7 +89,7 @@ def test_a_step_of_decoders_that_compiled_is_timed_again(tmp_path, monkeypatch):
     assert "compilations" in said[0]
     endless = iter(range(100))
     monkeypatch.setattr(decoders_gpu, "compilations", lambda: next(endless))
-    with pytest.raises(RuntimeError, match="compiles in every step"):
+    with pytest.raises(RuntimeError, match="every step compiles"):
         bench.step(SYSTEMS[OURS], s)
 
 
@@ -115,7 +115,7 @@ def test_a_part_of_a_step_has_the_gradient_of_the_whole():
     with torch.no_grad():
         rest = image(pictures.all()[8:]), text(words[8:])
     part = StepSetting(
-        image, text, log_scale, SyntheticImages(8, size, "cpu"), words[:8], 4, "cpu", autocast=False, beside=rest
+        image, text, log_scale, SyntheticImages(8, size, "cpu"), words[:8], 4, "cpu", autocast=False, further=rest
     )
     value = step_with_caching(part)
     whole = StepSetting(image, text, log_scale, pictures, words, 4, "cpu", autocast=False)

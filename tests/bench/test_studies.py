@@ -7,9 +7,9 @@ import pytest
 
 
 def test_photographs_that_are_held_out_are_not_trained_on():
-    from flickr8k_data import TEST, TRAIN, Captioned, invented
+    from flickr8k_data import TEST, TRAIN, Captioned, make_noise
 
-    pictures = invented(48)
+    pictures = make_noise(48)
     train, test = (set(Captioned(pictures, 12, part).items().tolist()) for part in (TRAIN, TEST))
     assert (len(train), len(test)) == (36, 12)
     assert not train & test

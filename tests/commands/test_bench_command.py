@@ -108,9 +108,9 @@ def test_where_it_is_without_a_terminal(capsys, monkeypatch, tmp_path):
 def test_a_sentence_for_each_part():
     of_losses, of_levels, of_steps = verdict(record())
     for sentence, figures in (
-        (of_losses, ("512 pairs", "0.2 s", "1 MiB", "open_clip, takes 1.50 times", "open_clip, 5.0 times")),
-        (of_levels, ("512 pairs on 2 ranks", "1 MiB a rank", "with all logits 9.0 times")),
-        (of_steps, ("64 pairs", "1 MiB and 0.7 s", "plain step 4 MiB and 0.5 s")),
+        (of_losses, ("512 pairs", "0.2 s", "1 MiB", "open_clip, takes 1.50 times", "open_clip takes 5.0 times")),
+        (of_levels, ("512 pairs on 2 ranks", "1 MiB per rank", "with all logits 9.0 times")),
+        (of_steps, ("64 pairs", "1 MiB and 0.7 s", "plain step takes 4 MiB and 0.5 s")),
     ):
         assert all(figure in sentence for figure in figures), sentence
 
@@ -134,7 +134,7 @@ def test_a_machine_that_others_use():
 def test_what_others_use(monkeypatch):
     moments = iter([(100.0, 40.0, 5.0), (300.0, 140.0, 55.0), None])
     monkeypatch.setattr(machine, "_processor_seconds", lambda: next(moments))
-    others = machine.Others()
+    others = machine.OtherPrograms()
     assert others.share() == pytest.approx((100 - 50) / 200)
     assert others.share() is None
 
@@ -151,8 +151,8 @@ def test_the_work_of_this_program_and_its_children_is_its_own():
 def test_nothing_to_compare_with():
     alone = record() | {"losses": [loss("megabatch", 512)], "levels": [], "steps": record()["steps"][1:]}
     of_losses, of_steps = verdict(alone)
-    assert "0.2 s and 1 MiB; no peer" in of_losses
-    assert "1 MiB and 0.7 s; the plain step could not be measured" in of_steps
+    assert "0.2 s and 1 MiB. No baseline" in of_losses
+    assert "1 MiB and 0.7 s. The plain step could not be measured" in of_steps
 
 
 def nothing_right():
@@ -274,7 +274,7 @@ def test_missing_packages_are_named(monkeypatch, capsys):
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run("--quick") == 2
-    assert 'rich and matplotlib missing; pip install "megabatch[train]" installs them' in capsys.readouterr().err
+    assert 'megabatch bench needs rich and matplotlib; pip install "megabatch[train]" installs them' in capsys.readouterr().err
 
 
 def test_sizes_that_cannot_be_are_refused_and_the_command_is_written_down(capsys):
@@ -283,7 +283,7 @@ def test_sizes_that_cannot_be_are_refused_and_the_command_is_written_down(capsys
     for wrong in (["--batches", "64", "0"], ["--width", "0"], ["--width", "wide"]):
         with pytest.raises(SystemExit):
             parser.parse_args(wrong)
-        assert f"must be a whole number of 1 or more, got {wrong[-1]!r}" in capsys.readouterr().err
+        assert f"must be a whole number of at least 1, got {wrong[-1]!r}" in capsys.readouterr().err
     assert bench._quote_command(parser.parse_args(["--quick"])) == "megabatch bench --quick"
     words = ["--cpu", "--parts", "losses", "--batches", "64", "128", "--width", "32"]
     assert bench._quote_command(parser.parse_args(words)) == " ".join(["megabatch bench", *words])

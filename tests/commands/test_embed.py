@@ -116,8 +116,8 @@ def test_embeddings_of_other_weights_and_wrong_arguments(place, tmp_path):
     torch.manual_seed(1)
     towers.save(towers.load("small", **TINY), tmp_path / "other")
     for arguments, message in (
-        ((tmp_path / "other", "red", "--embeddings", tmp_path / "x.npy"), "must be of the same model and weights"),
-        ((place / "run", "red", "--embeddings", tmp_path / "x.npy", "--data", "emoji"), "--data must be left out"),
+        ((tmp_path / "other", "red", "--embeddings", tmp_path / "x.npy"), "must have the same model and weights"),
+        ((place / "run", "red", "--embeddings", tmp_path / "x.npy", "--data", "emoji"), "--data cannot be used with"),
         ((place / "run", "red", "--embeddings", place / "pairs.csv"), r"ends in \.npy or \.parquet"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -209,7 +209,7 @@ def test_places_of_images_are_what_train_reads(place, tmp_path):
     mixed = load(f"{tmp_path / 'inside.parquet'} + {tmp_path / 'remote.csv'}")
     wanted = [None, None, str(place / "images" / "2.png"), "https://host/a.png?token=x"]
     assert [mixed.place(index) for index in range(4)] == wanted
-    with pytest.raises(ValueError, match=r"--data must have images that are files or addresses, .* got 'same\.png'"):
+    with pytest.raises(ValueError, match=r"--data must have images with a path or a URL, .* got 'same\.png'"):
         call("mine", place / "run", "--data", tmp_path / "inside.parquet", "--output", tmp_path / "x.jsonl")
     assert not (tmp_path / "x.jsonl.work").exists()
     for output in (place / "mined.jsonl", tmp_path / "mined.jsonl"):  # beside the table, where names stay, and elsewhere
@@ -261,7 +261,7 @@ def test_embeddings_are_cut_to_a_dimension(place, tmp_path, capsys, caplog):
     with pytest.raises(ValueError, match="--dim must be from 1 to 16, the embedding dimension, got 17"):
         call("embed", *arguments, "--output", output, "--dim", 17)
     call("embed", *arguments, "--output", output, "--side", "texts", "--dim", 5)
-    assert "7 embeddings of 5 dimensions in" in capsys.readouterr().out
+    assert "7 embeddings of 5 dimensions to" in capsys.readouterr().out
     assert "embeddings are cut to 5 of 16 dimensions, but the run was trained for 16" in caplog.text
     pair = towers.load_saved(place / "run")
     whole = embed(pair.second, Table(place / "pairs.csv"), 1)
@@ -276,7 +276,7 @@ def test_embeddings_are_cut_to_a_dimension(place, tmp_path, capsys, caplog):
     by_file = found("--embeddings", output)  # cut as the file is
     assert by_file == pytest.approx(dict(zip((f"a {c} square" for c in COLOURS), (wanted @ wanted[0]).tolist(), strict=True)))
     assert found("--data", place / "pairs.csv", "--among", "texts", "--dim", 5) == pytest.approx(by_file)
-    with pytest.raises(ValueError, match=r"--dim must be left out, or .* got 6 for a file of 5 dimensions"):
+    with pytest.raises(ValueError, match=r"--dim must be left out or .* got 6 for a file of 5 dimensions"):
         found("--embeddings", output, "--dim", 6)
     call("embed", *arguments, "--output", tmp_path / "full.npy", "--side", "texts")
     with pytest.raises(ValueError, match="got 5 for a file of all dimensions of the model"):

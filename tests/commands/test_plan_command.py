@@ -47,7 +47,7 @@ def test_a_mistake_is_explained(capsys, words, message):
     ("words", "message"),
     [
         (("--batch-size", "none"), "must be a number of 1 or more, such as 32768 or 1M, got 'none'"),
-        (("--nodes", "0"), "must be a whole number of 1 or more, got '0'"),
+        (("--nodes", "0"), "must be a whole number of at least 1, got '0'"),
         (("--loss-efficiency", "1.5"), "must be a number above 0 and at most 1, got '1.5'"),
         (("--inside", "0"), "must be a number above 0, got '0'"),
         (("--between", "fast"), "must be a number above 0, got 'fast'"),
@@ -65,7 +65,7 @@ def test_a_wrong_number_is_explained(capsys, words, message):
     ("text", "pairs"), [("1M", 2**20), ("1.5M", 3 * 2**19), ("0.5k", 512), ("1,024k", 2**20), ("32768", 32768)]
 )
 def test_a_batch(text, pairs):
-    assert plan._count(text) == pairs
+    assert plan._parse_batch_size(text) == pairs
 
 
 @pytest.mark.thorough

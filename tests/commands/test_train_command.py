@@ -44,7 +44,7 @@ def test_train_writes_what_it_should_and_loads_again(pairs):
 def test_train_resumes_by_folder_by_checkpoint_and_by_itself(pairs, capsys):
     assert call("--set", "steps=4", "--output", "mine", "--set", "checkpoint.every=2", "--resume", "auto") == 0
     assert call("--output", "mine") == 1
-    assert "mine has a run in it. --resume mine continues it" in capsys.readouterr().err
+    assert "mine contains a run. Use --resume mine to continue it" in capsys.readouterr().err
     assert cli.main(["train", "--resume", "mine", "--set", "steps=6", "--no-report"]) == 0
     lines = results.read("mine/metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -57,10 +57,10 @@ def test_train_resumes_by_folder_by_checkpoint_and_by_itself(pairs, capsys):
 
 
 def test_a_log_without_a_login_fails_before_the_data_is_loaded(pairs, monkeypatch, capsys):
-    monkeypatch.setattr(train, "_observers", Mock(side_effect=ValueError("--wandb must be used after a login")))
-    monkeypatch.setattr(train, "_trainer", Mock(side_effect=AssertionError("the data is loaded")))
+    monkeypatch.setattr(train, "_list_observers", Mock(side_effect=ValueError("--wandb needs a login")))
+    monkeypatch.setattr(train, "_build_trainer", Mock(side_effect=AssertionError("the data is loaded")))
     assert call("--output", "mine", "--wandb", "project") == 1
-    assert capsys.readouterr().err.startswith("megabatch train: --wandb must be used after a login\n")
+    assert capsys.readouterr().err.startswith("megabatch train: --wandb needs a login\n")
     assert not (pairs / "mine").exists()
 
 
@@ -76,16 +76,14 @@ def test_what_a_checkpoint_cannot_continue_with_is_told_in_a_line(pairs, capsys)
         file.write(b"x")
     assert cli.main(["train", "--resume", "mine/checkpoints/step_00000002", "--no-report"]) == 1
     told = capsys.readouterr().err
-    assert told.startswith("megabatch train: --resume must name a checkpoint that is whole: the checkpoint mine/")
+    assert told.startswith("megabatch train: --resume must name an intact checkpoint: the checkpoint mine/")
 
 
 def test_a_folder_that_cannot_be_written_to_is_noticed_before_anything_is_loaded(pairs, capsys, monkeypatch):
     assert call("--set", "steps=1", "--output", "mine") == 0
-    monkeypatch.setattr(train, "_trainer", lambda *_: pytest.fail("something was loaded"))
+    monkeypatch.setattr(train, "_build_trainer", lambda *_: pytest.fail("something was loaded"))
     capsys.readouterr()
-    wanted = (
-        "megabatch train: --output must be a folder that can be written to, got {}, and {}; make room or allow writing there"
-    )
+    wanted = "megabatch train: --output must be a folder that can be written to, got {}, and {}; free disk space or allow"
     assert call("--output", "pairs.jsonl/run") == 1
     assert capsys.readouterr().err.startswith(wanted.format("pairs.jsonl/run", "pairs.jsonl: Not a directory"))
     (pairs / "gone").symlink_to("nowhere")
@@ -137,7 +135,7 @@ def test_an_interrupted_run_is_evaluated_and_searched_on_its_own_data(pairs, cap
     assert cli.main(["eval", "mine"]) == 0
     assert capsys.readouterr().out == whole
     assert "data: pairs.jsonl, 12 pairs, the training data of the run; --data names other data" in caplog.messages
-    assert "weights: from a checkpoint of mine, after step 4" in caplog.messages
+    assert "weights: checkpoint of mine, after step 4" in caplog.messages
     assert cli.main(["search", "mine/checkpoints/step_00000003", "number two", "-k", "3"]) == 0
     assert "number two" in capsys.readouterr().out
     for name, damaged in (("state.pt", "state.pt has 3 bytes"), ("checkpoint.json", "checkpoint.json cannot be read")):
@@ -145,7 +143,7 @@ def test_an_interrupted_run_is_evaluated_and_searched_on_its_own_data(pairs, cap
         for command in (["eval"], ["search"]):
             assert cli.main([*command, "mine/checkpoints/step_00000003", *(["two"] if command == ["search"] else [])]) == 1
             told = capsys.readouterr().err
-            assert "MODEL must be a checkpoint that is whole: the checkpoint mine/checkpoints/step_00000003 is" in told
+            assert "MODEL must be an intact checkpoint: the checkpoint mine/checkpoints/step_00000003 is" in told
             assert f"is damaged: {damaged}" in told
     (pairs / "mine" / "checkpoints" / "step_00000004" / "state.pt").write_text("bad")
     assert cli.main(["eval", "mine"]) == 1
@@ -227,7 +225,7 @@ def test_problems_of_the_data_are_named_and_counted(pairs, caplog):
     assert call("--set", "steps=1", "--validation", "pairs.jsonl") == 0
     named = [line for line in caplog.messages if "must be a JSON object" in line]
     assert [line.split(":")[0] for line in named] == [f"pairs.jsonl, row {row}" for row in range(13, 18)]
-    assert "and 2 more like these" in caplog.messages
+    assert "and 2 more problems like these" in caplog.messages
 
 
 def test_a_loss_that_is_not_finite_ends_with_the_status_of_failed_runs(pairs, caplog):

@@ -198,7 +198,7 @@ def test_tensorboard_has_every_number_once_a_full_disk_has_room_again(tmp_path, 
     with pytest.raises(OSError, match=r"No space left|waits"):
         log.on_evaluation({"step": 4, "evaluation": EVALUATION})
     full = False
-    with pytest.raises(OSError, match="the log waits for the next checkpoint"):
+    with pytest.raises(OSError, match="TensorBoard continues at the next checkpoint"):
         log.step(record(5))
     log.on_save(tmp_path)
     log.step(record(6))
@@ -264,7 +264,7 @@ def test_wandb_without_a_login_is_told_at_once(monkeypatch):
     wandb.login = Mock(side_effect=wandb.Error("No API key configured. Use `wandb login` to log in."))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    with pytest.raises(ValueError, match=r"--wandb must be used after a login: run `wandb login`.*got No API key configured"):
+    with pytest.raises(ValueError, match=r"--wandb needs a login. Run `wandb login`.*wandb reports: No API key configured"):
         WandbLog("emoji")
     monkeypatch.setenv("WANDB_MODE", "offline")
     WandbLog("emoji")  # logs into the folder of the run, without a login

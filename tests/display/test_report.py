@@ -98,7 +98,7 @@ def test_a_page_of_everything(tmp_path, pair):
     told = "".join(page.text)
     for expected in ("run<b>", "what is <this>?", "meaning <3> & more", 'megabatch train --data "a & b"', "batch_size = 1024"):
         assert expected in told, expected
-    assert "pairs.jsonl: owners and licence unknown" in told
+    assert "pairs.jsonl: owners and license are unknown" in told
     assert page.classes.count("query") == 9  # one of ours, eight of the data's
     assert page.classes.count("plot") == 9
     assert "Time by phase: backward 60.0 %, forward 30.0 %, data 10.0 %" in text
@@ -131,7 +131,7 @@ def test_report_and_card_name_the_best_evaluation(tmp_path, pair, monkeypatch):
     (tmp_path / "run" / "best" / "best.json").write_text(json.dumps(best))
     told = "".join(Page(write_report(tmp_path / "run", load=None).read_text("utf-8")).text)
     assert "Evaluation after step 2" in told
-    assert "The best evaluation was after step 1: text → image R@1 75.0%. The folder best/ holds the weights" in told
+    assert "The best evaluation was after step 1: text → image R@1 75.0%. The folder best/ contains the weights" in told
     for step, recall, further in ((1, "75.0%", ", the step with the best evaluation"), (2, "25.0%", "")):
         card = write_card(pair, "hf", tmp_path, run=tmp_path / "run", step=step).read_text("utf-8")
         assert f"The weights are from step {step}{further}." in card
@@ -203,8 +203,8 @@ def test_queries_find_documents_with_the_tower_of_queries(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text(f"data = '{tmp_path / 'qa.jsonl'}'\n")
     told = "".join(Page(write_report(tmp_path / "run", load=lambda folder: pair).read_text("utf-8")).text)
-    assert "The best matches among 4 documents" in told
-    assert "Queries are queries of the data drawn at random" in told
+    assert "the best matches among 4 documents" in told
+    assert "Queries are random queries of the data" in told
 
 
 def test_a_gallery_leaves_out_what_cannot_be_read(tmp_path):
@@ -233,14 +233,14 @@ def test_what_is_missing_leaves_a_gap_and_says_so(tmp_path, pair, missing):
     (data if missing == "data" else tmp_path / "run" / missing).unlink()
     told = "".join(Page(write_report(tmp_path / "run").read_text("utf-8")).text)
     says = {
-        "config.toml": "Not shown: the run has no data.",
+        "config.toml": "There are no search results because the run has no data.",
         "command.txt": "batch_size = 1024",
-        "metrics.jsonl": "there are no curves",
+        "metrics.jsonl": "There are no curves",
         "model.safetensors": "must have a model.safetensors, got none: is the run complete?",
-        "data": "Not shown: No such file: ",
+        "data": "There are no search results because of an error: No such file: ",
     }
     assert says[missing] in told
-    assert ("Not shown" in told) == (missing in ("config.toml", "model.safetensors", "data"))
+    assert ("There are no search results" in told) == (missing in ("config.toml", "model.safetensors", "data"))
 
 
 def test_an_empty_run_has_a_page_and_a_folder_without_one_a_message(tmp_path):

@@ -212,7 +212,7 @@ def test_the_card_tells_the_run_and_push_uploads_it(tmp_path, monkeypatch, capsy
     lines = [*steps, {"step": 2, "evaluation": {"text_to_image_R@1": 0.375, "image_to_text_R@1": 0.25, "num_samples": 8}}]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    with pytest.raises(ValueError, match="--push must have a token"):
+    with pytest.raises(ValueError, match="--push needs a token"):
         call(tmp_path / "run", "--to", "onnx", tmp_path / "b", "--push", "me/emoji")
     assert not (tmp_path / "b").exists()
     called = []

@@ -9,7 +9,7 @@ from decoders import Loss, Way
 from megabatch.world import World
 from megabatch_train.towers import huggingface_inputs
 from megabatch_train.trainer.config import MemoryConfig
-from megabatch_train.trainer.step import what_fits
+from megabatch_train.trainer.step import choose_fit
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu
@@ -55,8 +55,8 @@ def test_checkpointing_is_measured_where_chunks_are_small():
     def samples(side, count):
         return decoders.part(inputs, slice(count))
 
-    plain = what_fits(MemoryConfig(checkpointing="off"), "auto", [encoder], samples, 64, world)
-    found = what_fits(MemoryConfig(), "auto", [encoder], samples, 64, world)
+    plain = choose_fit(MemoryConfig(checkpointing="off"), "auto", [encoder], samples, 64, world)
+    found = choose_fit(MemoryConfig(), "auto", [encoder], samples, 64, world)
     assert plain.chunk_sizes == found.chunk_sizes == (64,)  # large chunks fit, and nothing is measured
     assert not found.checkpointing
     assert not any("forward" in vars(layer) for layer in encoder.model.layers)

@@ -82,7 +82,7 @@ def test_memory_that_runs_out_in_training_is_survived(tmp_path, monkeypatch, cap
     monkeypatch.setattr(Hungry, "most", 100)
     made.fit()
     assert made._fit.chunk_sizes == (64, 64)
-    assert "the step is done again with chunks of (64, 64) samples" in caplog.text
+    assert "the step is repeated with chunks of (64, 64) samples" in caplog.text
 
 
 def test_compiled_towers_learn_the_same(tmp_path, caplog):

@@ -13,7 +13,7 @@ SETTINGS = 'data = "pairs.jsonl"\nbatch_size = 6\n[model_options]\nwidth = 16\nb
 def enter(folder, monkeypatch):
     """Writes the table and its settings into the folder, and makes it the current folder. Displays are off."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(train, "_observers", lambda args: [MetricsFile()])
+    monkeypatch.setattr(train, "_list_observers", lambda args: [MetricsFile()])
     lines = [json.dumps({"query": f"number {word}", "document": f"what comes after {word}"}) for word in WORDS]
     (folder / "pairs.jsonl").write_text("\n".join(lines))
     (folder / "small.toml").write_text(SETTINGS)

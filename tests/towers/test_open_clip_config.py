@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megabatch_train import settings, towers
-from megabatch_train.commands.train import _with_model_config
+from megabatch_train.commands.train import _store_model_config
 from megabatch_train.evaluation import encode
 from megabatch_train.export import export
 from megabatch_train.towers.models import WEIGHTS
@@ -78,12 +78,12 @@ def test_the_settings_of_a_run_have_the_contents_of_the_file(tmp_path):
     pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
     file = tmp_path / "tiny.json"
     file.write_text(json.dumps({"model_cfg": TINY, "preprocess_cfg": {"mean": [0.1, 0.2, 0.3], "size": 7}}))
-    config = _with_model_config(TrainConfig(model=f"open_clip:{file}"))
+    config = _store_model_config(TrainConfig(model=f"open_clip:{file}"))
     assert read_config(str(file)) == config.model_options["config"]
     (tmp_path / "config.toml").write_text(settings.to_toml(settings.table(config)))
     file.write_text("something else")
     again = settings.build(TrainConfig, settings.read(tmp_path / "config.toml"))
-    assert _with_model_config(again) == again == config
+    assert _store_model_config(again) == again == config
     pair = towers.load(again.model, **again.model_options)
     assert pair.first.module.model.visual.image_mean == [0.1, 0.2, 0.3]
     assert pair.first.module.model.context_length == 12

@@ -1,1 +1,1 @@
-"""`megabatch bench`, and the measurements that the scripts in benchmarks/ share: memory, time, errors against float64."""
+"""The measurements of `megabatch bench` and of the scripts in benchmarks/: memory, time, and errors relative to float64."""

@@ -1,6 +1,6 @@
-"""Benchmarks of the CLIP loss: the systems that are compared, their inputs, and the check of their results.
+"""Benchmarks of the CLIP loss: the systems that are compared, their inputs, and the checks of their results.
 
-The loss is measured on one device against the batch, and over ranks with fewer and fewer levels of tiling.
+The loss is measured on one device against the batch size, and over ranks with fewer and fewer levels of tiling.
 """
 
 import importlib.util
@@ -41,26 +41,26 @@ from megabatch_train.bench.measure import (
 from megabatch_train.machine import ran_out_of_memory
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Inputs of loss benchmarks, and the test of their results: the CLIP loss and its gradients in float64, in linear memory.
+# Inputs of loss benchmarks, and the reference: the CLIP loss and its gradients in float64, in linear memory.
 #
-# The reference is written from the definition, a few whole rows of logits at a time. It shares no code with the losses it
+# The reference follows the definition and computes a few rows of logits at a time. It shares no code with the losses that it
 # checks.
 
-SCALE = 50.0  # logit scale; CLIP starts at 14 and learns 100
-NOISE = 4.0  # length of the noise between an image and its text: at SCALE the match is likely, not certain
+SCALE = 50.0  # logit scale; in CLIP it starts at 14 and reaches 100
+NOISE = 4.0  # length of the noise between an image and its text; with SCALE, the match is likely, but not certain
 SAMPLED_ROWS = 64  # gradient rows that are compared with float64
-LOGITS_AT_A_TIME = 2**24  # in the reference: 128 MiB of logits, and a few temporaries as large
+LOGITS_AT_A_TIME = 2**24  # logits of the reference, which take 128 MiB; a few temporaries have the same size
 
-# A product of two unit vectors in float32 is off by a few roundings, a logit by SCALE times that, and the loss by about as
-# much. The relative error of a probability, and of a gradient, is that of the logit.
+# The inner product of two unit vectors in float32 has the error of a few roundings. The error of a logit is SCALE times larger,
+# and the loss has about the same error as a logit. It is also the relative error of a probability and of a gradient.
 TOLERANCE = 4 * SCALE * torch.finfo(torch.float32).eps
 
-# For bfloat16 inputs. A logit that is rounded to bfloat16 near SCALE is off by 0.1; float32 logits stay far below this.
+# For bfloat16 inputs. Rounding a logit near SCALE to bfloat16 changes it by 0.1. float32 logits have much smaller errors.
 HALF_TOLERANCE = {"loss": 2e-2, "gradient": 3e-2}
 
 
 def pairs(batch: int, width: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:  # (N, D), (N, D), ()
-    """Unit-length embeddings, float32 on a CPU and bfloat16 on CUDA, and the logarithm of a learned scale."""
+    """Returns embeddings of unit length, in float32 on a CPU and in bfloat16 on CUDA, and the logarithm of a learned scale."""
     generator = torch.Generator(device).manual_seed(0)
     image, noise = (F.normalize(torch.randn(batch, width, generator=generator, device=device), dim=1) for _ in range(2))
     text = F.normalize(image + NOISE * noise, dim=1)
@@ -70,26 +70,26 @@ def pairs(batch: int, width: int, device: str = "cpu") -> tuple[Tensor, Tensor, 
 
 
 def sample_rows(batch: int) -> Tensor:  # (S,)
-    """Numbers of the gradient rows that are compared."""
+    """Returns the indices of the gradient rows that are compared."""
     return torch.linspace(0, batch - 1, min(batch, SAMPLED_ROWS)).long()
 
 
 def is_right(loss: float, loss_error: float, gradient_error: float, device: str = "cpu") -> bool:
-    """Whether the relative errors are within the input's precision. NaN and a negative loss are wrong."""
+    """Whether the relative errors are within the precision of the inputs. NaN and a negative loss are wrong."""
     if device == "cuda":
         return loss >= 0 and loss_error <= HALF_TOLERANCE["loss"] and gradient_error <= HALF_TOLERANCE["gradient"]
     return loss >= 0 and loss_error * loss <= TOLERANCE and gradient_error <= TOLERANCE
 
 
 class ClipTruth(NamedTuple):
-    """Loss and gradients in float64."""
+    """The loss and sampled rows of its gradients in float64."""
 
     loss: float
-    dimage: Tensor  # (S, D) the sampled rows
+    dimage: Tensor  # (S, D)
     dtext: Tensor  # (S, D)
 
     def errors(self, loss: float, dimage: Tensor, dtext: Tensor) -> tuple[float, float]:
-        """Relative errors of a loss, and of the sampled rows of its gradients: the worse of the two, each by its norm."""
+        """Returns the relative error of a loss, and the larger of the relative errors of its gradients, by their norms."""
         pairs = ((dimage, self.dimage), (dtext, self.dtext))
         gradients = torch.stack([(d.double() - right).norm() / right.norm() for d, right in pairs])
         return abs(loss - self.loss) / abs(self.loss), float(gradients.max())  # torch's max keeps a NaN, Python's may not
@@ -102,13 +102,13 @@ def clip_truth(
     scale: float | Tensor,
     sample: Tensor,  # (S,) int64
 ) -> ClipTruth:
-    """The CLIP loss, and the rows `sample` of its gradients.
+    """Returns the CLIP loss, and the rows `sample` of its gradients, in float64.
 
     Args:
-        image: (N, D) embeddings, of any dtype and on any device.
-        text: (N, D) embeddings; row i belongs to row i of `image`.
-        scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
-        sample: row numbers of d image and d text.
+        image: (N, D) embeddings of any dtype on any device.
+        text: (N, D) embeddings. Row i matches row i of `image`.
+        scale: logit scale, already exponentiated, as a float or a tensor with one element.
+        sample: (S,) indices of the gradient rows.
     """
     x, y, scale, sample = image.double(), text.double(), float(scale), sample.to(image.device)
     row, col = _logsumexps(x, y, scale)
@@ -119,12 +119,12 @@ def clip_truth(
 
 
 def truth_of(image: Tensor, text: Tensor, log_scale: Tensor) -> ClipTruth:
-    """The reference for embeddings of `pairs`."""
+    """Returns the reference for embeddings of `pairs`."""
     return clip_truth(image, text, log_scale.detach().exp(), sample_rows(len(image)))
 
 
 def _logsumexps(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:  # (N,), (N,)
-    """log-sum-exp of the rows and of the columns of scale·x·yᵀ."""
+    """Returns the logsumexp of the rows and of the columns of scale·x·yᵀ."""
     row, col = torch.empty_like(x[:, 0]), torch.full_like(y[:, 0], -torch.inf)
     for rows in _chunks(len(x), len(y)):
         s = scale * x[rows] @ y.T  # (n, N)
@@ -149,10 +149,10 @@ def _chunks(rows: int, columns: int) -> Iterator[slice]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# CLIP losses that benchmarks compare, by name: megabatch, one in plain PyTorch, and other projects' if installed.
+# The CLIP losses that benchmarks compare: megabatch, a loss in plain PyTorch, and the losses of other projects.
 #
-# Each is a function of image embeddings, text embeddings and scale that returns CLIP's symmetric loss. A loss that is not
-# installed, or does not run on the device, raises `ImportError`.
+# A loss is a function of image embeddings, text embeddings and scale that returns the symmetric loss of CLIP. If a loss is not
+# installed or does not run on the device, building it raises an `ImportError`.
 
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -162,7 +162,7 @@ CHUNK_ROWS = 1024
 
 
 def open_clip_losses() -> Any:
-    """open_clip's module of losses, loaded alone because the package imports many others."""
+    """Imports only the losses of open_clip, because the whole package imports many other packages."""
     package = importlib.util.find_spec("open_clip")
     if package is None or package.origin is None:
         raise ImportError("open_clip", name="open_clip")
@@ -191,13 +191,13 @@ def _dense(device: str) -> Loss:
 
 
 def dense_clip(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """All logits, as open_clip has them on one rank, in plain PyTorch."""
+    """The dense CLIP loss in plain PyTorch, as in open_clip on one rank."""
     logits, labels = scale * image @ text.T, torch.arange(len(image), device=image.device)
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
-def checkpointed_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """Rows of logits in chunks, recomputed in the backward pass by activation checkpointing."""
+def loss_by_chunks(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """The CLIP loss in chunks of rows, which activation checkpointing computes again in the backward pass."""
 
     def part(rows: Tensor, others: Tensor, scale: Tensor, start: int) -> Tensor:
         logits = scale * rows @ others.T  # (n, N)
@@ -212,7 +212,7 @@ def checkpointed_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
 
 
 def _both_ways(one_way: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Loss:
-    """The mean over both directions of a cross-entropy of (queries, keys, scale, labels)."""
+    """Returns a loss that is the mean of `one_way(queries, keys, scale, labels)` over both directions."""
 
     def loss(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
         labels = torch.arange(len(x), device=x.device)
@@ -243,7 +243,7 @@ def _liger(device: str) -> Loss:
 
 _BUILDERS: dict[str, Callable[[str], Loss]] = {
     MEGABATCH: _megabatch,
-    CHUNKS: lambda device: checkpointed_loss,
+    CHUNKS: lambda device: loss_by_chunks,
     DENSE: _dense,
     INF_CL: _inf_cl,
     CUT: _cut_cross_entropy,
@@ -253,33 +253,33 @@ NAMES = tuple(_BUILDERS)
 CUDA_ONLY = (INF_CL, CUT, LIGER)
 ABOUT = {
     MEGABATCH: "tiles",
-    CHUNKS: "rows in chunks, by hand",
-    DENSE: "dense",
-    INF_CL: "the paper's code",
-    CUT: "exact, both ways",
-    LIGER: "fused linear cross-entropy, both ways",
+    CHUNKS: "chunks of rows with activation checkpointing",
+    DENSE: "dense loss",
+    INF_CL: "code of the paper",
+    CUT: "exact, both directions",
+    LIGER: "fused linear cross-entropy, both directions",
 }
 
 
 def loss_of(name: str, device: str) -> Loss:
-    """The loss. Raises `ImportError` if it is not installed or does not run on `device`."""
+    """Returns the loss with this name. Raises an `ImportError` if it is not installed or does not run on `device`."""
     if name in CUDA_ONLY and device != "cuda":
-        raise ImportError(f"{name} runs on CUDA alone", name=name)
+        raise ImportError(f"{name} runs only on CUDA", name=name)
     return _BUILDERS[name](device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Memory and time of losses and of the bare products against the batch. Each loss is checked against float64 first.
+# Memory and time of losses, and of only their matmuls, against the batch size. Each loss is first compared with float64.
 
 
-Inputs = tuple[Tensor, Tensor, Tensor]  # of `pairs`
+Inputs = tuple[Tensor, Tensor, Tensor]  # the result of `pairs`
 T = TypeVar("T")
-DENSE_BYTES = 16  # bytes that a dense loss holds for each entry of the matrix; see planning/costs.py
+DENSE_BYTES = 16  # bytes of a dense loss for each logit; see planning/costs.py
 
 
 @dataclass
 class LossResult:
-    """One system at one batch. Missing numbers are None; a wrong result is never timed."""
+    """The result of one system at one batch size. Missing numbers are None. A wrong result is never timed."""
 
     system: str
     batch: int
@@ -293,13 +293,13 @@ class LossResult:
 
     @property
     def seconds(self) -> float | None:
-        """Forward and backward."""
+        """Seconds of the forward and the backward pass."""
         return None if self.forward is None or self.backward is None else self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class Products:
-    """Seconds of the matrix products that every exact loss needs, at one batch: S, S again, dX and dY."""
+    """Seconds of the matmuls that every exact loss needs at one batch size: S, S again, dX and dY."""
 
     batch: int
     seconds: float
@@ -308,20 +308,22 @@ class Products:
 def measure(
     batches: list[int], width: int, device: str, seconds: float, memory: int | None, until: float = math.inf
 ) -> Iterator[LossResult | Products]:
-    """All systems at all batches, smallest first. A system that ran out of memory or time is not tried at larger batches.
+    """Measures all systems at all batch sizes, smallest first.
+
+    If a system runs out of memory or time, larger batches are skipped.
 
     Args:
-        batches: pairs.
-        width: of the embeddings.
+        batches: batch sizes, in pairs.
+        width: embedding dimension.
         device: "cpu" or "cuda".
-        seconds: time limit for one system at one batch; one step is always timed.
-        memory: bytes that may be allocated; a dense loss that would need more is not tried. None for no limit.
-        until: value of `time.perf_counter()` after which nothing is started.
+        seconds: time limit for one system at one batch size. At least one step is timed.
+        memory: bytes that can be allocated, or None for no limit. A dense loss that would need more is skipped.
+        until: value of `time.perf_counter()` after which no measurement starts.
     """
     stopped: dict[str, str] = {}
-    pace: dict[str, float] = {}  # seconds that the next batch will take
+    pace: dict[str, float] = {}  # expected seconds of the next batch, by system
     ordered = sorted(batches)
-    following = dict(zip(ordered, [*ordered[1:], 0], strict=True))
+    next_batch = dict(zip(ordered, [*ordered[1:], 0], strict=True))
     for batch in ordered:
         inputs = pairs(batch, width, device)
         right = truth_of(*inputs)
@@ -335,7 +337,7 @@ def measure(
             result = measure_one(name, inputs, right, device, seconds, memory)
             if result.status in (MEMORY, MISSING) or result.status.startswith(FAILED):
                 stopped[name] = result.status
-            pace[name] = 2 * (result.seconds or 0.0) * (following[batch] / batch) ** 2
+            pace[name] = 2 * (result.seconds or 0.0) * (next_batch[batch] / batch) ** 2
             yield result
         del inputs
 
@@ -343,7 +345,7 @@ def measure(
 def measure_one(
     name: str, inputs: Inputs, right: ClipTruth, device: str, seconds: float, memory: int | None = None
 ) -> LossResult:
-    """One system on embeddings of `pairs`: memory, errors, then the fastest of as many steps as fit the time limit."""
+    """Measures memory and errors of one system on embeddings of `pairs`, and the fastest step within the time limit."""
     batch = len(inputs[0])
     result = LossResult(name, batch, OK)
     try:
@@ -355,10 +357,10 @@ def measure_one(
         result.status = MEMORY
         return result
     try:
-        _step(loss, *pairs(64, inputs[0].shape[1], device))  # warm-up: starts threads and compiles, not to be measured
-        _forget_gradients(*inputs)  # of the system before, whose freed memory would be reused uncounted
+        _step(loss, *pairs(64, inputs[0].shape[1], device))  # warm-up, which starts threads and compiles
+        _clear_gradients(*inputs)  # frees gradients before the measurement, because reused memory would not count
         (value, *_), result.peak = peak_memory(lambda: _step(loss, *inputs), device)
-    except Exception as error:  # a peer may fail in any way; the others are still measured
+    except Exception as error:  # a baseline can fail in any way; the others are still measured
         reason = f"{FAILED}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
         result.status = MEMORY if ran_out_of_memory(error) else reason
         return result
@@ -374,32 +376,32 @@ def measure_one(
 
 
 def _step(loss: Loss, image: Tensor, text: Tensor, log_scale: Tensor) -> tuple[float, float, float]:
-    """(loss, seconds forward, seconds backward); gradients are left in the inputs."""
-    _forget_gradients(image, text, log_scale)
-    begun = now(image.device)
+    """Returns the loss, and the seconds of the forward and the backward pass. The inputs keep their gradients."""
+    _clear_gradients(image, text, log_scale)
+    start = now(image.device)
     value = loss(image, text, log_scale.exp())
     middle = now(image.device)
     value.backward()  # type: ignore[no-untyped-call]
     end = now(image.device)
-    return value.item(), middle - begun, end - middle
+    return value.item(), middle - start, end - middle
 
 
-def _forget_gradients(*inputs: Tensor) -> None:
+def _clear_gradients(*inputs: Tensor) -> None:
     for tensor in inputs:
         tensor.grad = None
 
 
 def _repeat(work: Callable[[], T], seconds: float) -> list[T]:
-    """The results of as many calls as fit the time limit, and at least one."""
-    begun = time.perf_counter()
-    found = [work()]
-    while time.perf_counter() - begun < seconds:
-        found.append(work())
-    return found
+    """Returns the results of as many calls as fit into the time limit, but at least one."""
+    start = time.perf_counter()
+    results = [work()]
+    while time.perf_counter() - start < seconds:
+        results.append(work())
+    return results
 
 
 def bare_products(image: Tensor, text: Tensor, size: TileSize | None = None) -> dict[str, Callable[[], None]]:
-    """S, dX and dY of the whole batch with PyTorch's matrix product, in strips of `size` (default: those of large batches)."""
+    """Returns the matmuls S, dX and dY of the whole batch in PyTorch, in strips of `size` (default: for large batches)."""
     B, D = image.shape
     if size is None:
         size = strip_size(B, B, D, 2) if image.is_cuda else eager_tile(image.device, image.dtype)
@@ -433,30 +435,31 @@ def _product_seconds(image: Tensor, text: Tensor, seconds: float) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The loss over ranks with fewer and fewer levels of tiling, as in Inf-CL's table 4. Ranks are processes on this CPU.
+# The loss over ranks with fewer and fewer levels of tiling, as in table 4 of Inf-CL. Ranks are processes on this CPU.
 #
-# A system takes the rows of a rank and returns a context manager, which yields the loss and restores the settings it changed.
+# A system is a function of the number of rows of a rank. It returns a context manager that yields the loss and restores the
+# settings that it changed.
 
 
 System = Callable[[int], AbstractContextManager[Loss]]
 VANILLA, LOCAL, BLOCKS, TILES = "vanilla", "open_clip local", "ring, dense blocks", "ring, tiles"
 ABOUT_LEVELS = {
     VANILLA: "all logits on every rank",
-    LOCAL: "local_loss and gather_with_grad: all columns of the local rows",
-    BLOCKS: "one ring for both directions, each block of similarities held whole",
+    LOCAL: "local_loss and gather_with_grad, all columns of the local rows",
+    BLOCKS: "one ring for both directions, each block of logits stored",
     TILES: "megabatch",
 }
 
 
 @dataclass
 class LevelResult:
-    """One system. Missing numbers are None; a wrong result is never timed."""
+    """The result of one system. Missing numbers are None. A wrong result is never timed."""
 
     system: str
     status: str = OK
     peak: int | None = None  # bytes beyond the inputs, gradients included, of the rank that needs most
     seconds: float | None = None  # of the slowest rank
-    cpu_seconds: float | None = None  # of all ranks together; other programs of the machine hardly change it
+    cpu_seconds: float | None = None  # of all ranks together; other programs have little effect on it
     sent: int | None = None  # bytes sent by a rank through the ring, forward and backward
     loss: float | None = None
     loss_error: float | None = None
@@ -466,14 +469,14 @@ class LevelResult:
 def measure_levels(
     systems: Mapping[str, System], world: int, batch: int, width: int, repeats: int, right: ClipTruth
 ) -> list[LevelResult]:
-    """The systems one after another on the same ranks.
+    """Measures the systems one after another on the same ranks.
 
     Args:
-        systems: by name, smallest memory first, because freed memory would hide the peak of the next.
+        systems: systems by name. The system with the smallest memory is first, because freed memory would hide the next peak.
         world: number of ranks.
-        batch: pairs of all ranks together.
-        width: of the embeddings.
-        repeats: timed steps; the fastest counts.
+        batch: number of pairs of all ranks together.
+        width: embedding dimension.
+        repeats: number of timed steps. The fastest step counts.
         right: loss and gradients in float64.
     """
     try:
@@ -484,7 +487,7 @@ def measure_levels(
 
 
 class _Measured(NamedTuple):
-    """One system on one rank."""
+    """The measurement of one system on one rank."""
 
     seconds: list[float]
     cpu_seconds: list[float]
@@ -496,7 +499,7 @@ class _Measured(NamedTuple):
 
 
 def _conclude(name: str, answers: list[_Measured], right: ClipTruth) -> LevelResult:
-    """Loss and sampled gradients are averaged over ranks as DDP would, and compared with float64."""
+    """Averages the loss and the sampled gradients over ranks, as DDP does, and compares them with float64."""
     world = len(answers)
     dimage, dtext = (torch.cat([getattr(a, key) for a in answers]) / world for key in ("dimage", "dtext"))
     loss = sum(a.loss for a in answers) / world
@@ -513,11 +516,11 @@ def _conclude(name: str, answers: list[_Measured], right: ClipTruth) -> LevelRes
 
 def _on_rank(rank: int, world: int, systems: list[System], batch: int, width: int, repeats: int) -> list[_Measured]:
     rows = slice(batch * rank // world, batch * (rank + 1) // world)
-    chosen = sample_rows(batch)
-    chosen = chosen[(chosen >= rows.start) & (chosen < rows.stop)] - rows.start
+    sampled = sample_rows(batch)
+    sampled = sampled[(sampled >= rows.start) & (sampled < rows.stop)] - rows.start
 
-    def local(whole: tuple[Tensor, Tensor, Tensor], rows: slice) -> list[Tensor]:
-        image, text, log_scale = (tensor.detach() for tensor in whole)
+    def local(inputs_of_all: tuple[Tensor, Tensor, Tensor], rows: slice) -> list[Tensor]:
+        image, text, log_scale = (tensor.detach() for tensor in inputs_of_all)
         return [t.requires_grad_() for t in (image[rows].clone(), text[rows].clone(), log_scale)]
 
     def step(loss: Loss, inputs: list[Tensor]) -> float:
@@ -526,15 +529,15 @@ def _on_rank(rank: int, world: int, systems: list[System], batch: int, width: in
         value.backward()  # type: ignore[no-untyped-call]
         return value.item()
 
-    found = []
+    measured = []
     for system in systems:
         with system(rows.stop - rows.start) as loss:
-            step(loss, local(pairs(64 * world, width), slice(64 * rank, 64 * (rank + 1))))  # warm-up: connections, threads
+            step(loss, local(pairs(64 * world, width), slice(64 * rank, 64 * (rank + 1))))  # warm-up
             inputs = local(pairs(batch, width), rows)
             dist.barrier()
             with ring.count_traffic() as traffic:
                 value, peak = peak_memory(partial(step, loss, inputs))
-            gradients = [t.grad[chosen].clone() for t in inputs[:2] if t.grad is not None]
+            gradients = [t.grad[sampled].clone() for t in inputs[:2] if t.grad is not None]
             seconds, cpu_seconds = [], []
             for _ in range(repeats):
                 dist.barrier()
@@ -543,18 +546,18 @@ def _on_rank(rank: int, world: int, systems: list[System], batch: int, width: in
                 cpu_seconds.append(time.process_time() - cpu_start)
                 dist.barrier()
                 seconds.append(time.perf_counter() - start)
-        found.append(_Measured(seconds, cpu_seconds, peak, traffic.bytes, value, *gradients))
-    return found
+        measured.append(_Measured(seconds, cpu_seconds, peak, traffic.bytes, value, *gradients))
+    return measured
 
 
 def ring_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:  # ()
-    """megabatch over the default group, with the schedule of the ring."""
+    """The CLIP loss of megabatch over the default process group, with the ring route."""
     with ring.use_route("ring"):
         return mb.clip_loss(image, text, scale, group=dist.group.WORLD)
 
 
 def _open_clip_loss(image: Tensor, text: Tensor, scale: Tensor, *, local: bool) -> Tensor:  # ()
-    """Dense, over the gathered batch: the rows of this rank (`local`), or all rows on every rank."""
+    """The dense loss of open_clip over the gathered batch, for the rows of this rank (`local`) or for all rows."""
     from open_clip.loss import ClipLoss
 
     loss = ClipLoss(local_loss=local, gather_with_grad=True, rank=dist.get_rank(), world_size=dist.get_world_size())
@@ -575,7 +578,7 @@ def _blocks(rows: int) -> Iterator[Loss]:
 
 
 def leave_unchanged(loss: Loss, rows: int) -> AbstractContextManager[Loss]:
-    """A system that needs no settings."""
+    """Returns the context manager of a system that changes no settings."""
     return nullcontext(loss)
 
 

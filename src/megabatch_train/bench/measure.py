@@ -1,6 +1,6 @@
-"""The harness of all benchmarks: time and peak memory of a piece of work, in this process or in new ones, and the record.
+"""The harness of `megabatch bench` and of the scripts in benchmarks/.
 
-`megabatch bench` and the scripts in benchmarks/ use it.
+It measures the time and the peak memory of a function, in this process or in fresh processes, and writes the record.
 """
 
 import argparse
@@ -33,20 +33,20 @@ from megabatch_train.display import plots
 from megabatch_train.machine import ran_out_of_memory
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Peak memory of a piece of work, its time, its gradients, and the possible outcomes of a measurement.
+# Peak memory, time and gradients of a function, and the possible statuses of a measurement.
 
 OK, WRONG, MEMORY, MISSING, LATE = "ok", "WRONG", "out of memory", "not installed", "no time left"
-FAILED = "failed"  # followed by a colon and the reason
+FAILED = "failed"  # a status begins with this word, then a colon and the reason
 T = TypeVar("T")
 
 
 def peak_memory(work: Callable[[], T], device: torch.device | str = "cpu") -> tuple[T, int]:
-    """The result of `work()`, and the bytes in use at its peak beyond those in use before.
+    """Returns the result of `work()`, and its peak memory in bytes minus the memory in use before the call.
 
-    On a CPU these are resident bytes of the whole process (elsewhere than on Linux a lower bound: only a growth of the
-    largest peak so far is seen); on CUDA the bytes of tensors on `device`.
+    On CUDA this is the memory of tensors on `device`. On a CPU it is the resident memory of the process. On systems other than
+    Linux it is a lower bound, because only an increase of the largest peak so far can be measured.
     """
-    importlib.import_module("torch._dynamo")  # 120 MiB, which the first call of an operator would load
+    importlib.import_module("torch._dynamo")  # the first call of an operator would load its 120 MiB
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -65,23 +65,23 @@ def peak_memory(work: Callable[[], T], device: torch.device | str = "cpu") -> tu
 
 
 def now(device: torch.device | str) -> float:
-    """Seconds, when the device has finished its work."""
+    """Waits until the device has finished its work, and returns the time in seconds."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def seconds_of(work: Callable[[], object], device: torch.device | str) -> float:
-    """Seconds that `work()` takes on the device."""
-    begun = now(device)
+    """Returns the seconds that `work()` takes on the device."""
+    start = now(device)
     work()
-    return now(device) - begun
+    return now(device) - start
 
 
 def milliseconds(work: Callable[[], object], device: torch.device | str, seconds: float) -> float:
-    """Milliseconds of one call, with several calls in flight as in training, so that the device hides the host's work.
+    """Returns the milliseconds of one call. Several calls are in flight as in training, which hides the work of the host.
 
-    Makes as many calls as take about `seconds` together, and at least one.
+    Makes at least one call, and as many calls as take about `seconds` in total.
     """
     calls = 1
     while True:
@@ -94,7 +94,7 @@ def milliseconds(work: Callable[[], object], device: torch.device | str, seconds
 def take_turns(
     works: dict[str, Callable[[], Any]], device: torch.device | str, rounds: int, seconds: float
 ) -> dict[str, float]:
-    """Milliseconds of each, the median of the rounds; one round for work that takes more than a second."""
+    """Returns the median milliseconds of each function over the rounds. A function of more than a second has one round."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds):
         for name, work in works.items():
@@ -104,7 +104,7 @@ def take_turns(
 
 
 def _time_or_retry(work: Callable[[], object], device: torch.device | str, seconds: float) -> float:
-    """Milliseconds. Out of memory is retried after emptying the cache, which is fragmented by the system before."""
+    """Returns the milliseconds of a call. If it runs out of memory, empties the fragmented cache and tries again."""
     try:
         return milliseconds(work, device, seconds)
     except torch.OutOfMemoryError:
@@ -129,14 +129,14 @@ def _measure_milliseconds(work: Callable[[], object], calls: int, device: torch.
 
 
 def clear(device: torch.device | str) -> None:
-    """Frees the memory of the last system."""
+    """Frees the memory of deleted tensors."""
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
 
 
 def failure(error: BaseException) -> str:
-    """The status of a system that cannot be run."""
+    """Returns the status of a system that raised this error."""
     if isinstance(error, ImportError):
         return f"{MISSING} ({error.name or error})"
     if ran_out_of_memory(error):
@@ -145,33 +145,33 @@ def failure(error: BaseException) -> str:
 
 
 def with_gradients(loss: Callable[..., Tensor], leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The loss and its gradients, forward and backward; zeros for a leaf that the loss does not use."""
+    """Returns the loss and its gradients. A leaf that the loss does not use has a gradient of zeros."""
     value = loss(*leaves)
     return value.detach(), *torch.autograd.grad(value, leaves, materialize_grads=True)
 
 
 def take_gradients(model: torch.nn.Module) -> list[Tensor]:
-    """All gradients of a model, which are then cleared."""
-    found = [p.grad for p in model.parameters() if p.grad is not None]
+    """Returns all gradients of a model, and clears them."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     model.zero_grad(set_to_none=True)
-    return found
+    return gradients
 
 
-def relative_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """The norm of the difference of two lists of gradients, relative to the norm of the wanted ones."""
-    off = torch.stack([(a - b).norm() for a, b in zip(found, wanted, strict=True)])
-    return float(off.norm() / torch.stack([b.norm() for b in wanted]).norm())
+def relative_error(gradients: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Returns the norm of the difference between two lists of gradients, relative to the norm of the expected gradients."""
+    differences = torch.stack([(a - b).norm() for a, b in zip(gradients, expected, strict=True)])
+    return float(differences.norm() / torch.stack([b.norm() for b in expected]).norm())
 
 
 def process_status(field: str) -> int:
-    """A field of /proc/self/status, in bytes."""
+    """Returns a field of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def _forget_peak() -> bool:
-    """Resets the peak to the present resident memory; False if the system cannot."""
-    # Freed pages that still belong to the process would be used again, uncounted. Only the GNU C library has the call.
+    """Resets the peak to the current resident memory. Returns False if the system does not support it."""
+    # Freed pages that the process still holds would be used again and not counted. Only the GNU C library has this function.
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
     try:
@@ -182,30 +182,30 @@ def _forget_peak() -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A function in fresh processes: one process with a memory limit, or the ranks of a gloo process group.
+# Fresh processes: one process with a memory limit, or the ranks of a gloo process group.
 #
-# A measurement needs a fresh process because the allocator often keeps memory that an earlier measurement freed, which
-# would hide the next peak. Memory is limited so that a loss that does not fit fails by itself, before the system kills
-# other programs.
+# A measurement needs a fresh process because the allocator often keeps freed memory of an earlier measurement, which would hide
+# the next peak. The memory limit lets a loss that does not fit fail before the system kills other programs.
 
 
 class ProcessError(RuntimeError):
-    """A process failed or was killed before it had a result."""
+    """A process failed or was killed before it returned a result."""
 
 
 def fresh_process(function: Callable[..., T], *args: Any, memory_limit: int | None = None) -> T:
-    """`function(*args)`, computed in a fresh process.
+    """Returns `function(*args)`, computed in a fresh process.
 
-    An exception is raised here again. A failed allocation is a `MemoryError`, a killed process a `ProcessError`.
+    An exception of the function is raised again in this process. A failed allocation raises a `MemoryError`, and a killed
+    process raises a `ProcessError`.
 
     Args:
-        function: a function at the top of a module, so that the other process can import it.
-        args: its arguments; like the result, anything that can be pickled.
-        memory_limit: bytes that may be allocated beyond those in use after the start; Linux only.
+        function: function at the top level of a module, so that the other process can import it.
+        args: arguments of the function. Arguments and result must be picklable.
+        memory_limit: bytes that the process can allocate after its start. Only Linux supports a limit.
     """
     if memory_limit is not None and not sys.platform.startswith("linux"):
-        raise ValueError(f"memory_limit must be None on {sys.platform}: only Linux limits the memory of one process")
-    call = pickle.dumps((function, args))  # not left to multiprocessing, which would put tensors in shared memory
+        raise ValueError(f"memory_limit must be None on {sys.platform}, because only Linux can limit the memory of one process")
+    call = pickle.dumps((function, args))  # multiprocessing would put tensors in shared memory
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         try:
             result: T = pickle.loads(pool.submit(_run, call, memory_limit).result())
@@ -223,7 +223,7 @@ def _run(call: bytes, memory_limit: int | None) -> bytes:
     if memory_limit is not None:
         import resource
 
-        # RLIMIT_DATA counts private writable pages. RLIMIT_AS would also count libraries that PyTorch maps and never touches.
+        # RLIMIT_DATA limits private writable pages. RLIMIT_AS would also count libraries that PyTorch maps but does not use.
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limit = process_status("VmData") + memory_limit
         resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
@@ -232,14 +232,15 @@ def _run(call: bytes, memory_limit: int | None) -> bytes:
 
 
 def on_ranks(function: Callable[..., T], world: int, *args: Any, seconds: float = 900.0) -> list[T]:
-    """`function(rank, world, *args)` of each of `world` ranks, in processes that have a default group and share the cores.
+    """Returns `function(rank, world, *args)` of each of `world` ranks.
 
-    If a rank fails, or takes longer than `seconds`, all processes are ended and a `ProcessError` says why.
+    The ranks are processes with a default process group, and they share the cores. If a rank fails or takes longer than
+    `seconds`, all processes are ended, and a `ProcessError` gives the reason.
     """
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
-        given = (function, world, args, folder, seconds)
-        ranks: Any = spawn(_rank, given, world, join=False)  # type: ignore[no-untyped-call]
+        arguments = (function, world, args, folder, seconds)
+        ranks: Any = spawn(_rank, arguments, world, join=False)  # type: ignore[no-untyped-call]
         try:
             while not ranks.join(max(0.0, deadline - time.monotonic())):
                 if time.monotonic() > deadline:
@@ -256,12 +257,12 @@ def on_ranks(function: Callable[..., T], world: int, *args: Any, seconds: float 
 def _rank(rank: int, function: Callable[..., Any], world: int, args: tuple[Any, ...], folder: str, seconds: float) -> None:
     join(rank, world, f"file://{folder}/store", seconds)
     (Path(folder) / f"result{rank}").write_bytes(pickle.dumps(function(rank, world, *args)))
-    dist.barrier()  # a rank that exits early would look dead to the others
+    dist.barrier()  # if a rank exits early, the other ranks raise an error
     os._exit(0)
 
 
 def join(rank: int, world: int, address: str, seconds: float) -> None:
-    """Makes this process a rank of the default group; ranks share the cores evenly."""
+    """Makes this process a rank of the default process group. The ranks share the cores evenly."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     limit = datetime.timedelta(seconds=seconds)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=limit)
@@ -270,37 +271,39 @@ def join(rank: int, world: int, address: str, seconds: float) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # The record of a benchmark and its report.
 #
-# A record is a JSON file with the command, the machine, the versions of all packages and the results. It is saved after every
-# measurement. A script defines `markdown(record)`, and `draw(record)` if it has a plot; `write_report` writes both beside the
-# record, and `benchmarks/report.py` rebuilds them on any machine.
+# A record is a JSON file with the command, the machine, the versions of packages and the results. It is saved after every
+# measurement. A script defines `markdown(record)`, and `draw(record)` if it has a plot. `write_report` writes the Markdown and
+# the plot into the folder of the record, and `benchmarks/report.py` rebuilds them on any machine.
 
 
-PATHS = ("--data", "--shards", "--peers")  # "FOLDER" in the recorded command
+PATHS = ("--data", "--shards", "--peers")  # options whose value is "FOLDER" in the recorded command
 RESULTS = Path("benchmarks/results")
 Row = dict[str, Any]
 
 
 def arguments(parser: argparse.ArgumentParser, name: str, seconds: float | None = None) -> None:
-    """Adds the arguments that all benchmarks share; with a time limit in seconds, also the arguments of GPU benchmarks."""
+    """Adds the arguments of all benchmarks. With a time limit in seconds, it also adds the arguments of GPU benchmarks."""
     if seconds is not None:
-        told = f"time limit; measurements beyond it are skipped ({seconds:.0f})"
-        parser.add_argument("--seconds", type=float, default=seconds, help=told)
-        parser.add_argument("--tiny", action="store_true", help="the same code at small sizes: less than a minute on a CPU")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
-    parser.add_argument("--name", default=name, help=f"name of the files ({name})")
+        limit_help = f"time limit in seconds; later measurements are skipped (default: {seconds:.0f})"
+        parser.add_argument("--seconds", type=float, default=seconds, help=limit_help)
+        parser.add_argument(
+            "--tiny", action="store_true", help="run the same code with small sizes (less than a minute on a CPU)"
+        )
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+    parser.add_argument("--name", default=name, help="name of the files (default: %(default)s)")
 
 
 def device_of(args: argparse.Namespace) -> str:
-    """The GPU, or the CPU for a tiny run; exits with a message otherwise."""
+    """Returns "cuda", or "cpu" for a tiny run without a GPU. Otherwise exits with a message."""
     if torch.cuda.is_available():
         return "cuda"
     if not args.tiny:
-        sys.exit("This benchmark needs a CUDA device; --tiny runs anywhere.")
+        sys.exit("This benchmark needs a CUDA device. Only --tiny runs on a CPU.")
     return "cpu"
 
 
 class Record:
-    """One run: its results so far, and the time that is left."""
+    """The record of a run: its results so far, and the time that is left."""
 
     def __init__(self, path: Path, command: str, seconds: float = math.inf, **beginning: Any) -> None:
         self.path, self.seconds, self.started = path, seconds, time.perf_counter()
@@ -309,57 +312,57 @@ class Record:
 
     @classmethod
     def of_script(cls, script: str, args: argparse.Namespace, seconds: float = math.inf, **beginning: Any) -> "Record":
-        """The record of a script in benchmarks/, whose arguments are of `arguments`."""
+        """Returns the record of a script in benchmarks/. `args` are the arguments that `arguments` adds."""
         command = " ".join(["python", f"benchmarks/{script}.py", *_without_paths(sys.argv[1:])])
         return cls(args.output / f"{args.name}.json", command, seconds, **beginning)
 
     def __getitem__(self, key: str) -> Any:
-        """A part of the record."""
+        """Returns an entry of the record."""
         return self.contents[key]
 
     def say(self, text: str) -> None:
-        """Prints progress, with the time."""
+        """Prints a text with the time since the start."""
         print(f"[{time.perf_counter() - self.started:5.0f} s] {text}", flush=True)
 
     def seconds_left(self) -> float:
-        """Seconds left."""
+        """Returns the seconds until the time limit."""
         return self.seconds - (time.perf_counter() - self.started)
 
     def save(self) -> None:
-        """Writes the results so far."""
+        """Writes the record with the results so far."""
         self.contents["seconds"] = time.perf_counter() - self.started
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.contents, indent=1) + "\n")
 
     def finish(self, text: Callable[[Row], str], draw: Callable[[Row], Any] | None = None) -> None:
-        """Saves, writes the report and prints the table."""
+        """Saves the record, writes the report and prints the Markdown."""
         self.save()
         write_report(self.path, text, draw)
         print(text(self.contents))
 
 
 def _without_paths(words: Sequence[str]) -> list[str]:
-    """The arguments of a command that anybody can repeat: no folder of this machine, and no --output."""
-    kept: list[str] = []
-    left = iter(words)
-    for word in left:
+    """Removes --output and folders of this machine from the arguments, so that everybody can repeat the command."""
+    kept_words: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
         name = word.partition("=")[0]
         if name in (*PATHS, "--output"):
             if name == word:
-                next(left, None)  # its folder
-            kept += [name, "FOLDER"] if name in PATHS else []
+                next(remaining, None)  # skips the folder
+            kept_words += [name, "FOLDER"] if name in PATHS else []
         else:
-            kept.append(word)
-    return kept
+            kept_words.append(word)
+    return kept_words
 
 
 def write_report(path: Path, text: Callable[[Row], str], draw: Callable[[Row], Any] | None = None) -> None:
-    """Writes `.md` and `.svg` beside the record, with the machine and the command. Without matplotlib there is no plot.
+    """Writes the Markdown and the plot of a record into its folder. Without matplotlib it writes no plot.
 
     Args:
-        path: of the JSON record.
-        text: the Markdown of a record.
-        draw: the matplotlib figure of a record; None if it would show nothing.
+        path: path of the JSON record.
+        text: function that returns the Markdown of a record.
+        draw: function that returns the matplotlib figure of a record, or None if there is nothing to show.
     """
     record = json.loads(path.read_text())
     about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
@@ -367,26 +370,26 @@ def write_report(path: Path, text: Callable[[Row], str], draw: Callable[[Row], A
     if draw is None:
         return
     if not plots.available():
-        print("No plot: matplotlib is not installed")
+        print("No plot was written because matplotlib is not installed.")
     elif (figure := draw(record)) is not None:
         plots.save(figure, path.with_suffix(".svg"))
 
 
 def groups(rows: list[Row], *keys: str) -> dict[Hashable, list[Row]]:
-    """{values of the keys: rows that have them}, in the order of the rows."""
-    found: dict[Hashable, list[Row]] = {}
+    """Groups rows by the values of the keys. Groups and rows keep their order."""
+    grouped: dict[Hashable, list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return found
+        grouped.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return grouped
 
 
 def chip(record: Row) -> str:
-    """The GPU, or the CPU of a machine without one."""
+    """Returns the name of the GPU, or of the CPU if the machine has no GPU."""
     return str(record["machine"]["gpu"] or record["machine"]["cpu"])
 
 
 def paragraphs(*parts: str) -> str:
-    """Markdown paragraphs without the empty ones."""
+    """Joins Markdown paragraphs, and skips empty ones."""
     return "\n\n".join(part for part in parts if part)
 
 
@@ -394,27 +397,27 @@ def draw_systems(
     title: str,
     rows: list[Row],
     panels: Mapping[str, Callable[[Row], float | None]],
-    colours: Mapping[str, str],
+    colors: Mapping[str, str],
     dashed: Iterable[str] = (),
 ) -> Any:
-    """A figure of the systems against the batch, one panel for each value.
+    """Returns a figure of the systems against the batch, with one panel for each value.
 
     Args:
-        title: of the figure.
+        title: title of the figure.
         rows: results with a "system" and a batch "B".
-        panels: {label of the vertical axis: the value of a row}; a row whose value is None is not drawn.
-        colours: {system: colour}, in the order of the lines; systems without a colour get the next free one.
-        dashed: systems that are bounds rather than alternatives.
+        panels: functions that return the value of a row, by the label of the vertical axis. None excludes the row.
+        colors: colors of systems, in the order of the lines. Other systems get unused colors.
+        dashed: systems with dashed lines, because they are lower bounds and not alternatives.
     """
     figure, axes_of = plots.panels(title, len(panels))
-    free = iter([colour for colour in plots.PALETTE if colour not in colours.values()])
-    names = dict.fromkeys([*(name for name in colours), *(r["system"] for r in rows)])
-    chosen = {name: colours.get(name) or next(free, plots.GREY) for name in names if any(r["system"] == name for r in rows)}
+    unused = iter([color for color in plots.PALETTE if color not in colors.values()])
+    names = dict.fromkeys([*(name for name in colors), *(r["system"] for r in rows)])
+    color_of = {name: colors.get(name) or next(unused, plots.GREY) for name in names if any(r["system"] == name for r in rows)}
     for axes, (label, value) in zip(axes_of, panels.items(), strict=True):
-        for name, colour in chosen.items():
-            found = [(r["B"], value(r)) for r in rows if r["system"] == name]
-            points = sorted((batch, y) for batch, y in found if y is not None)
-            plots.line(axes, points, name, colour, linestyle="--" if name in dashed else "-")
+        for name, color in color_of.items():
+            values = [(r["B"], value(r)) for r in rows if r["system"] == name]
+            points = sorted((batch, y) for batch, y in values if y is not None)
+            plots.line(axes, points, name, color, linestyle="--" if name in dashed else "-")
         axes.set_ylabel(label)
         plots.batch_axis(axes, [r["B"] for r in rows])
         plots.log_axis(axes)

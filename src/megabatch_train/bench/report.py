@@ -1,4 +1,4 @@
-"""The parts of `megabatch bench`: each is run, and its record becomes tables, sentences and figures."""
+"""The parts of `megabatch bench`. The module runs each part, and converts its record to tables, sentences and figures."""
 
 import math
 import time
@@ -19,18 +19,18 @@ from megabatch_train.display import tables as display
 from megabatch_train.display.tables import TextTable, cell, ratio
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The three parts of `megabatch bench`. Each returns its entries of the record.
+# The three parts of `megabatch bench`. Each function returns the entries of its part in the record.
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a run: smaller on a CPU, much smaller with `--quick`."""
+    """The sizes of a run. They are smaller on a CPU and much smaller with `--quick`."""
 
     batches: list[int]
     width: int
-    seconds: float  # of timing for one loss at one batch
-    limit: float  # seconds for all losses, and for all steps; measurements beyond it are skipped
-    level_batch: int  # large enough that a rank's block is larger than a tile
+    seconds: float  # time to measure one loss at one batch size
+    limit: float  # seconds for all losses, and for all steps; later measurements are skipped
+    level_batch: int  # large enough that the block of a rank is larger than a tile
     ranks: int
     model: str
     step_batches: list[int]
@@ -45,42 +45,42 @@ SIZES = {  # (device, quick)
         [64, 256, 1024, 4096, 16384, 65536, 262144], 512, 1.5, 600.0, 8192, 4, "ViT-B/32", [4096, 16384, 65536], 1024
     ),
 }
-MEMORY_SHARE = 0.8  # of the available memory; a dense loss that needs more is not tried
-REPEATS = 2  # timed steps over ranks
+MEMORY_SHARE = 0.8  # fraction of the available memory; a dense loss that needs more is skipped
+REPEATS = 2  # number of timed steps over ranks
 
-Say = Callable[[str, float], None]  # (present task, fraction of the part that is done)
+Say = Callable[[str, float], None]  # (current task, fraction of the part that is done)
 
 
 def run_losses(sizes: Sizes, device: str, say: Say) -> dict[str, Any]:
-    """Memory and time of each loss against the batch, and of the bare products."""
+    """Measures memory and time of each loss and of only its matmuls, at each batch size."""
     memory = available_memory() if device == "cpu" else None
     limit = None if memory is None else int(MEMORY_SHARE * memory)
-    found: dict[str, Any] = {"losses": [], "products": []}
-    everything = sum(batch**2 for batch in sizes.batches) * (1 + len(NAMES))
-    done = 0
+    entries: dict[str, Any] = {"losses": [], "products": []}
+    all_work = sum(batch**2 for batch in sizes.batches) * (1 + len(NAMES))
+    work_done = 0
     until = time.perf_counter() + sizes.limit
     for result in losses.measure(sizes.batches, sizes.width, device, sizes.seconds, limit, until):
-        found["losses" if isinstance(result, losses.LossResult) else "products"].append(asdict(result))
-        done += result.batch**2
-        say(f"{result.batch:,} pairs", done / everything)
-    return found
+        entries["losses" if isinstance(result, losses.LossResult) else "products"].append(asdict(result))
+        work_done += result.batch**2
+        say(f"{result.batch:,} pairs", work_done / all_work)
+    return entries
 
 
 def run_levels(sizes: Sizes, device: str, say: Say) -> dict[str, Any]:
-    """The loss over ranks at each level of tiling; always on the CPU."""
+    """Measures the loss over ranks at each level of tiling, always on the CPU."""
     batch, width, world = sizes.level_batch, sizes.width, sizes.ranks
     say(f"{batch:,} pairs on {world} ranks", 0.1)
     right = truth_of(*pairs(batch, width))
     systems = {
         name: system for name, system in losses.LEVELS.items() if name in (TILES, BLOCKS) or extras.is_installed("open_clip")
     }
-    found = losses.measure_levels(systems, world, batch, width, REPEATS, right)
+    results = losses.measure_levels(systems, world, batch, width, REPEATS, right)
     about = {"batch": batch, "world": world, "width": width}
-    return {"levels": [asdict(result) for result in reversed(found)], "levels_of": about}
+    return {"levels": [asdict(result) for result in reversed(results)], "levels_of": about}
 
 
 def run_steps(sizes: Sizes, device: str, say: Say) -> dict[str, Any]:
-    """Memory and speed of a training step against the batch."""
+    """Measures memory and speed of a training step at each batch size."""
     names = list(steps.SYSTEMS)
     rows = []
     say("comparing gradients", 0.0)
@@ -93,28 +93,28 @@ def run_steps(sizes: Sizes, device: str, say: Say) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The record of `megabatch bench` as tables and as a few sentences, for the terminal and for the page.
+# The record as tables and as a few sentences, for the terminal and for the page.
 
 MIB = 2**20
 OURS = (MEGABATCH, TILES, *CACHED)
-BUSY = 0.1  # share of the cores that other programs may use before the page says that times are unreliable
+BUSY = 0.1  # if other programs use a larger fraction of the cores, a sentence says that times are not valid
 SHORT = {MEMORY: "no memory", LATE: "no time"}
 
 
 def tables(record: dict[str, Any]) -> dict[str, TextTable]:
-    """{part: table} of the parts that were run: "losses", "levels", "steps"."""
-    made = {"losses": losses_table, "levels": _levels, "steps": _steps}
-    return {part: make(record) for part, make in made.items() if record[part]}
+    """Returns the table of each part that was run: "losses", "levels" and "steps"."""
+    build_table = {"losses": losses_table, "levels": _levels_table, "steps": _steps_table}
+    return {part: build(record) for part, build in build_table.items() if record[part]}
 
 
 def verdict(record: dict[str, Any]) -> list[str]:
-    """A sentence for each part that was run, and a warning if other programs used the machine."""
-    about = {"losses": _of_losses, "levels": _of_levels, "steps": _of_steps}
-    said = [sentence(record) for part, sentence in about.items() if record[part]]
-    others = record["others"] or 0.0
-    if record["device"] == "cpu" and others > BUSY:
-        said.append(f"Other programs used {others:.0%} of the cores: memory and errors are valid, times are not.")
-    return said
+    """Returns a sentence for each part that was run, and a warning if other programs used the machine."""
+    describe = {"losses": _describe_losses, "levels": _describe_levels, "steps": _describe_steps}
+    sentences = [sentence(record) for part, sentence in describe.items() if record[part]]
+    share = record["others"] or 0.0
+    if record["device"] == "cpu" and share > BUSY:
+        sentences.append(f"Other programs used {share:.0%} of the cores. Memory and errors are valid, but times are not.")
+    return sentences
 
 
 def _marks(rows: list[dict[str, Any]]) -> dict[int, str]:
@@ -122,54 +122,58 @@ def _marks(rows: list[dict[str, Any]]) -> dict[int, str]:
     return {i: display.OURS for i, r in enumerate(rows) if r["system"] in OURS} | wrong
 
 
-def _of_losses(record: dict[str, Any]) -> str:
-    """megabatch beside the fastest and the leanest peer, at the largest batch with a right peer."""
-    right = [r for r in record["losses"] if r["status"] == OK]
-    ours = {r["batch"]: r for r in right if r["system"] == MEGABATCH}
+def _describe_losses(record: dict[str, Any]) -> str:
+    """Compares megabatch with the fastest baseline and with the baseline of the smallest memory, at their largest batch."""
+    correct = [r for r in record["losses"] if r["status"] == OK]
+    ours = {r["batch"]: r for r in correct if r["system"] == MEGABATCH}
     if not ours:
-        return f"No loss of megabatch to compare: {_why(record['losses'], MEGABATCH)}."
-    others = [r for r in right if r["system"] != MEGABATCH and r["batch"] in ours]
+        return f"There is no result of megabatch's loss: {_why(record['losses'], MEGABATCH)}."
+    others = [r for r in correct if r["system"] != MEGABATCH and r["batch"] in ours]
     batch = max(r["batch"] for r in others) if others else max(ours)
     own = ours[batch]
-    took = f"Loss: at {batch:,} pairs megabatch takes {_seconds(own):.3g} s and {own['peak'] / MIB:.0f} MiB"
+    summary = f"Loss: at {batch:,} pairs megabatch takes {_seconds(own):.3g} s and {own['peak'] / MIB:.0f} MiB"
     if not others:
-        return f"{took}; no peer gave a right result."
+        return f"{summary}. No baseline gave a correct result."
     rows = [r for r in others if r["batch"] == batch]
     fastest, leanest = min(rows, key=_seconds), min(rows, key=lambda r: r["peak"])
     return (
-        f"{took}; the fastest peer, {fastest['system']}, takes {_seconds(fastest) / _seconds(own):.2f} times the time, "
-        f"the leanest, {leanest['system']}, {leanest['peak'] / max(1, own['peak']):.1f} times the memory."
+        f"{summary}. The fastest baseline, {fastest['system']}, takes {_seconds(fastest) / _seconds(own):.2f} times the time. "
+        f"{leanest['system']} takes {leanest['peak'] / max(1, own['peak']):.1f} times the memory, the least of all baselines."
     )
 
 
-def _of_levels(record: dict[str, Any]) -> str:
-    """Memory of a rank with all levels of tiling, and with fewer."""
+def _describe_levels(record: dict[str, Any]) -> str:
+    """Compares the memory of a rank with all levels of tiling and with fewer levels."""
     peaks = {r["system"]: r["peak"] for r in record["levels"] if r["status"] == OK}
     if TILES not in peaks:
-        return f"No ring of megabatch to compare: {_why(record['levels'], TILES)}."
+        return f"There is no result of megabatch's ring: {_why(record['levels'], TILES)}."
     about = record["levels_of"]
-    took = f"Levels: at {about['batch']:,} pairs on {about['world']} ranks megabatch takes {peaks[TILES] / MIB:.0f} MiB a rank"
+    summary = (
+        f"Levels: at {about['batch']:,} pairs on {about['world']} ranks megabatch takes {peaks[TILES] / MIB:.0f} MiB per rank"
+    )
     without = [
-        f"{phrase} {peaks[name] / max(1, peaks[TILES]):.1f} times that"
+        f"{phrase} {peaks[name] / max(1, peaks[TILES]):.1f} times as much"
         for name, phrase in ((BLOCKS, "without tiles"), (LOCAL, "without the ring"), (VANILLA, "with all logits"))
         if name in peaks
     ]
-    return ", ".join([took, *without]) + "."
+    return ", ".join([summary, *without]) + "."
 
 
-def _of_steps(record: dict[str, Any]) -> str:
-    """The cached step beside the plain step, at the largest batch that both could run."""
-    right = {(r["system"], r["batch"]): r for r in record["steps"] if r["status"] == OK}
-    batches = [batch for system, batch in right if system == CACHED[0]]
+def _describe_steps(record: dict[str, Any]) -> str:
+    """Compares gradient caching with the plain step, at the largest batch of both."""
+    correct = {(r["system"], r["batch"]): r for r in record["steps"] if r["status"] == OK}
+    batches = [batch for system, batch in correct if system == CACHED[0]]
     if not batches:
-        return f"No cached step to compare: {_why(record['steps'], CACHED[0])}."
-    both = [batch for batch in batches if (PLAIN, batch) in right]
+        return f"There is no result of gradient caching: {_why(record['steps'], CACHED[0])}."
+    both = [batch for batch in batches if (PLAIN, batch) in correct]
     batch = max(both or batches)
-    own, plain = right[CACHED[0], batch], right.get((PLAIN, batch))
-    took = f"Step: at {batch:,} pairs a cached step takes {own['peak'] / MIB:.0f} MiB and {own['seconds']:.3g} s"
+    own, plain = correct[CACHED[0], batch], correct.get((PLAIN, batch))
+    summary = (
+        f"Step: at {batch:,} pairs a step with gradient caching takes {own['peak'] / MIB:.0f} MiB and {own['seconds']:.3g} s"
+    )
     if plain is None:
-        return f"{took}; the plain step could not be measured."
-    return f"{took}, the plain step {plain['peak'] / MIB:.0f} MiB and {plain['seconds']:.3g} s."
+        return f"{summary}. The plain step could not be measured."
+    return f"{summary}. The plain step takes {plain['peak'] / MIB:.0f} MiB and {plain['seconds']:.3g} s."
 
 
 def _why(rows: list[dict[str, Any]], system: str) -> str:
@@ -185,18 +189,21 @@ def _seconds(r: Row) -> float:
 
 
 def _three_digits(value: float) -> str:
-    """0.287, 2.87, 28.7, 287, 2,870."""
+    """Formats a number with three digits, as in "0.287", "2.87", "28.7", "287" or "2,870"."""
     digits = sum(value < bound for bound in (1, 10, 100))
     return f"{value:,.{digits}f}"
 
 
 def losses_table(record: dict[str, Any]) -> TextTable:
-    """Time, memory and errors of each loss at each batch; without measured products, no column for them."""
+    """Returns the table of time, memory and errors of each loss at each batch size.
+
+    If the matmuls were not measured, it has no column for them.
+    """
     bare = {p["batch"]: p["seconds"] for p in record["products"]}
     ours = {r["batch"]: r for r in record["losses"] if r["system"] == MEGABATCH and r["status"] == OK}
-    run = [r for r in record["losses"] if r["status"] != MISSING]
+    measured = [r for r in record["losses"] if r["status"] != MISSING]
     rows = []
-    for r in run:
+    for r in measured:
         cells = [f"{r['batch']:,}", r["system"]]
         if r["status"] == OK:
             base, seconds = ours.get(r["batch"]), _seconds(r)
@@ -207,26 +214,27 @@ def losses_table(record: dict[str, Any]) -> TextTable:
         else:
             cells += [SHORT.get(r["status"], _first_line(r["status"])), "", "", "", "", "", ""]
         rows.append([*cells, cell(r["loss_error"], ".0e"), cell(r["gradient_error"], ".0e")])
-    missing = ", ".join(dict.fromkeys(r["system"] for r in record["losses"] if r["status"] == MISSING))
+    not_installed = ", ".join(dict.fromkeys(r["system"] for r in record["losses"] if r["status"] == MISSING))
     headings = ["batch", "system", "forward ms", "backward ms", "total ms", "bare ÷ total"]
     headings += ["× time", "peak MiB", "× memory", "loss error", "grad. error"]
     if not bare:
         for cells in (headings, *rows):
             del cells[5]
-    which = "; ".join(f"{name}: {ABOUT[name]}" for name in dict.fromkeys(r["system"] for r in run))
-    products = "Bare ÷ total: time of the four matrix products that every exact loss needs ÷ time of the loss. " if bare else ""
+    which = "; ".join(f"{name}: {ABOUT[name]}" for name in dict.fromkeys(r["system"] for r in measured))
+    products = "Bare ÷ total: time of the four matmuls that every exact loss needs ÷ time of the loss. " if bare else ""
     notes = (
-        f"{which}. {products}× time, × memory: multiples of megabatch's. Peak: memory beyond the inputs, gradients included. "
-        "Errors: relative to float64, for gradients on sampled rows. WRONG: the error is larger than the precision explains; "
-        "the loss is not timed." + (f" Not installed, or not for this device: {missing}." if missing else "")
+        f"{which}. {products}× time, × memory: multiples of the values of megabatch. Peak: memory in addition to the inputs, "
+        "including gradients. Errors: relative to float64, for gradients on sampled rows. WRONG: the error is larger than the "
+        "precision explains, so the loss is not timed."
+        + (f" Not installed, or not for this device: {not_installed}." if not_installed else "")
     )
     failed = {r["system"]: r["status"] for r in record["losses"] if r["status"].startswith(FAILED)}
     notes += "".join(f" {name} {status}." for name, status in failed.items())
     title = f"CLIP loss, forward and backward, {record['dtype']}, D = {record['width']}"
-    return TextTable(headings, rows, title, notes, names=(1,), marks=_marks(run))
+    return TextTable(headings, rows, title, notes, names=(1,), marks=_marks(measured))
 
 
-def _levels(record: dict[str, Any]) -> TextTable:
+def _levels_table(record: dict[str, Any]) -> TextTable:
     rows = []
     for r in record["levels"]:
         speed = [f"{r['peak'] / MIB:.0f}", f"{r['seconds']:.3f}"] if r["status"] == OK else [_first_line(r["status"]), ""]
@@ -235,38 +243,39 @@ def _levels(record: dict[str, Any]) -> TextTable:
     title = f"Levels of tiling: {about['batch']:,} pairs on {about['world']} ranks, float32, D = {about['width']}"
     headings = ["system", "peak MiB of a rank", "seconds", "loss error", "grad. error"]
     which = "; ".join(f"{name}: {ABOUT_LEVELS[name]}" for name in (r["system"] for r in record["levels"]))
-    notes = f"{which}. The ranks are processes that share this CPU's cores: compare memory, not time."
+    notes = f"{which}. The ranks are processes that share the cores of this CPU, so compare memory and not time."
     failed = dict.fromkeys(r["status"].splitlines()[-1] for r in record["levels"] if r["status"].startswith(FAILED))
     notes += "".join(f" Failed, because: {reason}" for reason in failed)
     return TextTable(headings, rows, title, notes, marks=_marks(record["levels"]))
 
 
-def _steps(record: dict[str, Any]) -> TextTable:
+def _steps_table(record: dict[str, Any]) -> TextTable:
     about = record["steps_of"]
     rows = []
     for r in record["steps"]:
         pace = ratio(r["batch"], r["seconds"], ",.0f") if r["status"] == OK else SHORT.get(r["status"], r["status"])
         peak = "" if r["seconds"] is None else f"{r['peak'] / MIB:.0f}"
         rows.append([f"{r['batch']:,}", r["system"], pace, peak, cell(r["error"], ".0e"), cell(r["scale_ratio"], ".4f")])
-    headings = ["batch", "system", "pairs/s", "peak MiB", "grad. error", "scale's grad. ÷ right"]
+    headings = ["batch", "system", "pairs/s", "peak MiB", "grad. error", "scale grad. ÷ correct"]
     notes = (
-        "Plain step: one graph over the whole batch. Cached: megabatch.cached_backward, keeping no graphs (budget 0) or as "
-        "many as fit (auto). accum-freq: open_clip's gradient accumulation, which adds the gradient of the learned scale once "
-        "for every chunk. GradCache: its scheme, with a dense loss. Towers alone: both forward passes and the backward pass, "
-        "without a loss. Peak: memory beyond weights and gradients. Gradients, the scale's included, are compared with the "
-        f"plain step's in float32 on a small batch. {WRONG}: the gradients differ; the step is not timed."
+        "Plain step: one graph for the whole batch. Cached: megabatch.cached_backward, which keeps no graphs (budget 0) or as "
+        "many graphs as fit (auto). accum-freq: gradient accumulation of open_clip, which adds the gradient of the scale once "
+        "for every chunk. GradCache: its method with a dense loss. Towers alone: both forward passes and the backward "
+        "pass, without a loss. Peak: memory in addition to weights and gradients. All gradients, including the gradient of the "
+        f"scale, are compared with the plain step in float32 on a small batch. {WRONG}: the gradients differ, so the step has "
+        "no time."
     )
     title = f"A training step: {about['model']} towers, chunks of {about['chunk']}, {about['precision']}"
     return TextTable(headings, rows, title, notes, names=(1,), marks=_marks(record["steps"]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The record of `megabatch bench` as plots, one for each question, and as one HTML page: sentences, plots, tables, machine.
+# The record as plots, and as an HTML page with sentences, plots, tables, machine and command.
 
 
-COLOURS = dict(zip(NAMES, (plots.GREEN, plots.GREY, plots.ORANGE, plots.BLUE, plots.OCHRE, plots.VIOLET), strict=True))
+COLORS = dict(zip(NAMES, (plots.GREEN, plots.GREY, plots.ORANGE, plots.BLUE, plots.OCHRE, plots.VIOLET), strict=True))
 MARKERS = dict(zip(NAMES, "oDsv^<", strict=True))
-STEP_COLOURS = {
+STEP_COLORS = {
     "plain step": plots.INK,
     "cached, budget 0": plots.GREEN,
     "cached, auto": plots.MINT,
@@ -274,7 +283,7 @@ STEP_COLOURS = {
     "GradCache": plots.VIOLET,
     "towers alone": plots.GREY,
 }
-BESIDE = {  # the plots above each part's table
+PLOTS_OF = {  # plots above the table of each part
     "losses": ("loss_memory", "loss_time", "split", "products"),
     "levels": ("levels",),
     "steps": ("step_memory", "step_speed"),
@@ -282,64 +291,64 @@ BESIDE = {  # the plots above each part's table
 
 
 def figures(record: dict[str, Any]) -> dict[str, tuple[str, Any]]:
-    """{file name: (title, figure)} of the parts that were run and have a right result."""
+    """Returns the title and the figure of each plot, by file name, for the parts that have a correct result."""
     drawn: dict[str, tuple[str, Callable[[str], Any]]] = {}
     if any(r["forward"] for r in record["losses"]):
-        drawn["loss_memory"] = "Memory of the loss", partial(_losses, record, memory=True)
-        drawn["loss_time"] = "Time of the loss, forward and backward", partial(_losses, record, memory=False)
-        drawn["split"] = "Forward and backward at the largest batch", partial(_split, record)
-        drawn["products"] = "Time of the bare products ÷ time of the loss", partial(_products, record)
+        drawn["loss_memory"] = "Memory of the loss", partial(_draw_losses, record, memory=True)
+        drawn["loss_time"] = "Time of the loss, forward and backward", partial(_draw_losses, record, memory=False)
+        drawn["split"] = "Forward and backward at the largest batch", partial(_draw_split, record)
+        drawn["products"] = "Time of only the matmuls ÷ time of the loss", partial(_draw_products, record)
     if any(r["peak"] for r in record["levels"]):
-        drawn["levels"] = "Levels of tiling: memory of a rank", partial(_figures_levels, record)
+        drawn["levels"] = "Levels of tiling: memory of a rank", partial(_draw_levels, record)
     if any(r["seconds"] for r in record["steps"]):
-        drawn["step_memory"] = "Memory of a training step", partial(_figures_steps, record, memory=True)
-        drawn["step_speed"] = "Speed of a training step", partial(_figures_steps, record, memory=False)
+        drawn["step_memory"] = "Memory of a training step", partial(_draw_steps, record, memory=True)
+        drawn["step_speed"] = "Speed of a training step", partial(_draw_steps, record, memory=False)
     return {name: (title, draw(title)) for name, (title, draw) in drawn.items()}
 
 
 def page(record: dict[str, Any], drawn: dict[str, tuple[str, Any]]) -> str:
-    """The HTML file of a record and its `figures`."""
+    """Returns the HTML of a record and its `figures`."""
     sections = [plots.paragraph(sentence) for sentence in verdict(record)]
     for part, table in tables(record).items():
-        above = plots.figures(drawn[name] for name in BESIDE[part] if name in drawn)
+        above = plots.figures(drawn[name] for name in PLOTS_OF[part] if name in drawn)
         sections.append(plots.section(table.title, above, plots.table(table)))
-    about = plots.faint(f"{machine.summary(record['machine'])}.")
-    sections.append(plots.section("Machine and command", about, plots.code(record["command"])))
+    machine_line = plots.faint(f"{machine.summary(record['machine'])}.")
+    sections.append(plots.section("Machine and command", machine_line, plots.code(record["command"])))
     return plots.page("megabatch bench", sections)
 
 
-def _loss_of(record: dict[str, Any]) -> str:
+def _loss_title(record: dict[str, Any]) -> str:
     return f"CLIP, {record['dtype']}, D = {record['width']}"
 
 
-def _losses(record: dict[str, Any], title: str, memory: bool) -> Any:
-    figure, (axes,) = plots.panels(title, 1, height=3.6, about=_loss_of(record))
+def _draw_losses(record: dict[str, Any], title: str, memory: bool) -> Any:
+    figure, (axes,) = plots.panels(title, 1, height=3.6, about=_loss_title(record))
     draw_losses(axes, record, memory=memory)
     return figure
 
 
 def draw_losses(axes: Any, record: dict[str, Any], *, memory: bool) -> None:
-    """Peak memory of each loss against the batch, or its time."""
+    """Draws the peak memory or the time of each loss against the batch size."""
     for system in NAMES:
         rows = [r for r in record["losses"] if r["system"] == system]
         stopped = next((r["batch"] for r in rows if r["status"] == MEMORY), None)
         name = f"{system} (no memory at {stopped:,})" if stopped else system
         width = 2.4 if system == MEGABATCH else 1.4
         points = [(r["batch"], r["peak"] / MIB if memory else _seconds(r)) for r in rows if r["peak"] and r["forward"]]
-        plots.line(axes, points, name, COLOURS[system], marker=MARKERS[system], markersize=6, linewidth=width)
+        plots.line(axes, points, name, COLORS[system], marker=MARKERS[system], markersize=6, linewidth=width)
     if not memory:
         bare = [(p["batch"], p["seconds"]) for p in record["products"]]
-        plots.line(axes, bare, "bare products", plots.INK, marker=None, linestyle="--", linewidth=1)
-    axes.set_ylabel("peak beyond the inputs, MiB" if memory else "seconds")
+        plots.line(axes, bare, "matmuls only", plots.INK, marker=None, linestyle="--", linewidth=1)
+    axes.set_ylabel("peak memory beyond inputs, MiB" if memory else "seconds")
     plots.batch_axis(axes, [r["batch"] for r in record["losses"]])
     plots.log_axis(axes)
     plots.label_lines(axes)
 
 
-def _split(record: dict[str, Any], title: str) -> Any:
+def _draw_split(record: dict[str, Any], title: str) -> Any:
     batch = max(r["batch"] for r in record["losses"] if r["forward"])
     rows = [r for r in record["losses"] if r["batch"] == batch and r["forward"]]
-    figure, ((axes,),) = plots.figure(title, about=f"{batch:,} pairs; {_loss_of(record)}")
+    figure, ((axes,),) = plots.figure(title, about=f"{batch:,} pairs; {_loss_title(record)}")
     names, forward = [r["system"] for r in rows], [r["forward"] for r in rows]
     axes.barh(names, forward, color=plots.MINT, label="forward")
     axes.barh(names, [r["backward"] for r in rows], left=forward, color=plots.BLUE, label="backward")
@@ -349,45 +358,45 @@ def _split(record: dict[str, Any], title: str) -> Any:
     return figure
 
 
-def _products(record: dict[str, Any], title: str) -> Any:
+def _draw_products(record: dict[str, Any], title: str) -> Any:
     bare = {p["batch"]: p["seconds"] for p in record["products"]}
-    about = f"1 is the speed of the four products that every exact loss needs; {_loss_of(record)}"
+    about = f"1 is the speed of the four matmuls that every exact loss needs; {_loss_title(record)}"
     figure, (axes,) = plots.panels(title, 1, height=3.6, about=about)
     for system in NAMES:
         rows = [r for r in record["losses"] if r["system"] == system and r["forward"]]
         points = [(r["batch"], bare[r["batch"]] / _seconds(r)) for r in rows]
-        plots.line(axes, points, system, COLOURS[system], marker=MARKERS[system], markersize=6)
+        plots.line(axes, points, system, COLORS[system], marker=MARKERS[system], markersize=6)
     axes.axhline(1, color=plots.INK, linewidth=1)
-    axes.set(ylabel="bare products ÷ loss", ylim=(0, None))
+    axes.set(ylabel="matmuls ÷ loss", ylim=(0, None))
     plots.batch_axis(axes, list(bare))
     plots.label_lines(axes)
     return figure
 
 
-def _figures_levels(record: dict[str, Any], title: str) -> Any:
+def _draw_levels(record: dict[str, Any], title: str) -> Any:
     about = record["levels_of"]
-    shown = f"{about['batch']:,} pairs on {about['world']} ranks, float32, D = {about['width']}"
-    figure, ((axes,),) = plots.figure(title, about=shown)
+    subtitle = f"{about['batch']:,} pairs on {about['world']} ranks, float32, D = {about['width']}"
+    figure, ((axes,),) = plots.figure(title, about=subtitle)
     plots.bars(axes, [(r["system"], r["peak"] / MIB) for r in record["levels"] if r["peak"]])
-    axes.set(xlabel="peak beyond the inputs, MiB")
+    axes.set(xlabel="peak memory beyond inputs, MiB")
     return figure
 
 
-def _figures_steps(record: dict[str, Any], title: str, memory: bool) -> Any:
+def _draw_steps(record: dict[str, Any], title: str, memory: bool) -> Any:
     about = record["steps_of"]
-    shown = f"{about['model']} towers, chunks of {about['chunk']}, {about['precision']}"
-    figure, (axes,) = plots.panels(title, 1, height=3.6, about=shown)
-    for name, colour in STEP_COLOURS.items():
+    subtitle = f"{about['model']} towers, chunks of {about['chunk']}, {about['precision']}"
+    figure, (axes,) = plots.panels(title, 1, height=3.6, about=subtitle)
+    for name, color in STEP_COLORS.items():
         rows = [r for r in record["steps"] if r["system"] == name and r["seconds"]]
         if not (memory and name == "towers alone"):
             points = [(r["batch"], r["peak"] / MIB if memory else r["batch"] / r["seconds"]) for r in rows]
-            plots.line(axes, points, name, colour)
+            plots.line(axes, points, name, color)
     plots.batch_axis(axes, [r["batch"] for r in record["steps"]])
     if memory:
         axes.set_ylabel("peak beyond weights and gradients, MiB")
         plots.log_axis(axes)
     else:
-        axes.set(ylabel="pairs a second", ylim=(0, None))
+        axes.set(ylabel="pairs per second", ylim=(0, None))
         axes.yaxis.set_major_formatter("{x:,.0f}")
     plots.label_lines(axes)
     return figure

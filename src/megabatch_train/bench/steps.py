@@ -1,4 +1,4 @@
-"""Benchmarks of training steps, with towers of the sizes of CLIP and synthetic images."""
+"""Benchmarks of training steps with synthetic images and towers of the sizes of CLIP."""
 
 import gc
 import importlib.util
@@ -19,24 +19,24 @@ from megabatch_train.bench.losses import dense_clip
 from megabatch_train.bench.measure import LATE, MEMORY, OK, WRONG, peak_memory, seconds_of
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Towers and images for benchmarks of a step: CLIP's sizes with random weights, and synthetic images that need no storage.
+# Towers and images. The towers have the sizes of CLIP and random weights. Synthetic images need no storage.
 #
-# The towers are `transformers`' if it is installed, or the same sizes in plain PyTorch; the record says which.
+# The towers are from transformers if it is installed, or else from plain PyTorch. The record names the library.
 
 VOCABULARY, CONTEXT = 49408, 77
-POOL = 256  # raw images on the host that replay reads from
+POOL = 256  # raw images in host memory, which replay reads
 
 
 @dataclass(frozen=True)
 class Size:
-    """A CLIP model: (width, layers, heads) of both towers."""
+    """The size of a CLIP model. `vision` and `text` are (width, layers, heads)."""
 
     pixels: int
     patch: int
     vision: tuple[int, int, int]
     text: tuple[int, int, int]
     embedding: int
-    chunk: int  # samples encoded at once: a few GiB of activations
+    chunk: int  # samples encoded at once, with a few GiB of activations
 
 
 SIZES = {
@@ -48,7 +48,7 @@ SIZES = {
 
 
 class PlainTower(nn.Module):
-    """A pre-norm transformer over patches or tokens, mean over positions, projection, unit length."""
+    """A pre-norm transformer over patches or tokens. It pools the mean over positions, projects it, and normalizes it."""
 
     def __init__(self, size: Size, *, image: bool) -> None:
         super().__init__()
@@ -62,27 +62,27 @@ class PlainTower(nn.Module):
         self.image = image
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, D)."""
+        """Returns embeddings (n, D)."""
         h = self.embed(x).flatten(2).transpose(1, 2) if self.image else self.embed(x)
         return F.normalize(self.project(self.blocks(h + self.position).mean(1)), dim=1)
 
 
 class TransformersTower(nn.Module):
-    """One half of a `transformers` CLIPModel."""
+    """One tower of a CLIPModel of transformers."""
 
     def __init__(self, encoder: nn.Module, project: nn.Module) -> None:
         super().__init__()
         self.encoder, self.project = encoder, project
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, D)."""
+        """Returns embeddings (n, D)."""
         return F.normalize(self.project(self.encoder(x).pooler_output), dim=1)
 
 
 def towers(size: Size, device: str) -> tuple[nn.Module, nn.Module, str]:
-    """(image tower, text tower, name of the library that built them)."""
+    """Returns the image tower, the text tower, and the name of the library that built them."""
     torch.manual_seed(0)
-    with torch.device(device):  # drawing random weights is much faster on the GPU
+    with torch.device(device):  # random weights are initialized much faster on the GPU
         if importlib.util.find_spec("transformers") is None or size is SIZES["tiny"]:
             return PlainTower(size, image=True), PlainTower(size, image=False), "plain PyTorch"
         return *_transformers_towers(size), "transformers"
@@ -93,8 +93,10 @@ def _transformers_towers(size: Size) -> tuple[nn.Module, nn.Module]:
 
     def config(kind: Any, shape: tuple[int, int, int], **more: Any) -> dict[str, Any]:
         width, layers, heads = shape
-        made = kind(hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=heads, **more)
-        return made.to_dict()  # type: ignore[no-any-return]
+        tower_config = kind(
+            hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=heads, **more
+        )
+        return tower_config.to_dict()  # type: ignore[no-any-return]
 
     model = CLIPModel(
         CLIPConfig(
@@ -108,19 +110,19 @@ def _transformers_towers(size: Size) -> tuple[nn.Module, nn.Module]:
 
 
 class SyntheticImages(mb.Source):
-    """Images computed on the device from their index: a batch of any size needs no storage."""
+    """Images that are computed on the device from their index, so a batch of any size needs no storage."""
 
-    block = 64  # images made together; a span that starts inside a block makes the whole block
+    block = 64  # images that are computed together; a span that starts inside a block computes the whole block
 
     def __init__(self, rows: int, size: Size, device: str) -> None:
         self.rows, self.shape, self.device = rows, (3, size.pixels, size.pixels), device
 
     def __len__(self) -> int:
-        """Images."""
+        """Returns the number of images."""
         return self.rows
 
     def chunks(self, spans: Sequence[tuple[int, int]], device: torch.device | None) -> Iterator[Tensor]:
-        """(n, 3, pixels, pixels), the same for the same span."""
+        """Yields images (n, 3, pixels, pixels). The same span always has the same images."""
         for start, stop in spans:
             first = start // self.block
             parts = [self._block(i) for i in range(first, (stop - 1) // self.block + 1)]
@@ -131,15 +133,15 @@ class SyntheticImages(mb.Source):
         return torch.randn(self.block, *self.shape, generator=generator, device=self.device)
 
     def all(self) -> Tensor:
-        """The whole batch as one tensor, for a plain step."""
-        whole = torch.empty(self.rows, *self.shape, device=self.device)
+        """Returns the whole batch as one tensor, for a plain step."""
+        batch = torch.empty(self.rows, *self.shape, device=self.device)
         for start in range(0, self.rows, self.block):
-            whole[start : start + self.block] = self._block(start // self.block)[: self.rows - start]
-        return whole
+            batch[start : start + self.block] = self._block(start // self.block)[: self.rows - start]
+        return batch
 
 
 def read_images_twice(rows: int, size: Size, workers: int, seed: int) -> mb.ReplaySource:
-    """Raw images on the host, cropped and flipped at random by worker threads, identically in both passes."""
+    """Returns a source of raw images in host memory. Worker threads crop and flip them, in the same way in both passes."""
     raw = size.pixels + 32
     pool = torch.randint(0, 256, (POOL, 3, raw, raw), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
@@ -152,39 +154,38 @@ def read_images_twice(rows: int, size: Size, workers: int, seed: int) -> mb.Repl
 
 
 class UnitRange(nn.Module):
-    """A tower that takes uint8 images, which are a quarter of the bytes of float32 to copy."""
+    """A tower for uint8 images. Copying them takes a quarter of the bytes of float32."""
 
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
         self.tower = tower
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, D)."""
+        """Returns embeddings (n, D)."""
         return self.tower(x.float().div_(127.5).sub_(1.0))  # type: ignore[no-any-return]
 
 
 def tokens(rows: int, device: str) -> Tensor:  # (rows, CONTEXT)
-    """Random words; the last is the largest id, which CLIP takes for the end of the text."""
+    """Returns random tokens. The last token has the largest id, which is the end of the text in CLIP."""
     generator = torch.Generator(device).manual_seed(1)
-    made = torch.randint(1, VOCABULARY - 2, (rows, CONTEXT), generator=generator, device=device)
-    made[:, -1] = VOCABULARY - 1
-    return made
+    ids = torch.randint(1, VOCABULARY - 2, (rows, CONTEXT), generator=generator, device=device)
+    ids[:, -1] = VOCABULARY - 1
+    return ids
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Training steps with a large batch: plain, cached, and re-implementations of other projects' schemes.
+# Training steps with a large batch: the plain step, gradient caching, and the methods of other projects.
 #
-# A step is a function of a `Setting` that leaves gradients in the parameters and returns the loss. `measure` compares its
-# gradients with the plain step's, then measures memory and speed. `benchmarks/cached_step.py` is the long version for a
-# GPU.
+# A step is a function of a `StepSetting`. It adds gradients to the parameters and returns the loss. `measure` compares the
+# gradients with the plain step, and then measures memory and speed. `benchmarks/cached_step.py` is the long version for a GPU.
 
 
 PLAIN, ALONE = "plain step", "towers alone"
 CACHED = ("cached, budget 0", "cached, auto")
-CHECK, CHECK_CHUNK = 64, 16  # pairs and chunk of the comparison
-TOLERANCE = 1e-3  # relative error of a gradient, by norm, float32 against float32
-INITIAL = 2.66  # logarithm of CLIP's initial scale
-LATER_STEPS = {"cpu": 1, "cuda": 2}  # timed steps after a first one that allocates; the fastest counts
+CHECK, CHECK_CHUNK = 64, 16  # pairs and chunk size of the comparison of gradients
+TOLERANCE = 1e-3  # relative error of the norm of the gradients; both are float32
+INITIAL = 2.66  # logarithm of the initial scale of CLIP
+LATER_STEPS = {"cpu": 1, "cuda": 2}  # timed steps after the first step, which allocates memory; the fastest step counts
 
 
 @dataclass
@@ -200,32 +201,32 @@ class StepSetting:
     device: str
     autocast: bool = True
     backend: Backend = "auto"
-    beside: tuple[Tensor, Tensor] | None = None  # (n, D) of each side: embeddings that enter the loss and are not encoded
+    further: tuple[Tensor, Tensor] | None = None  # (n, D) of each side: embeddings for the loss that are not encoded
 
     def parameters(self) -> list[nn.Parameter]:
-        """All trained parameters."""
+        """Returns all trained parameters."""
         return [*self.image.parameters(), *self.text.parameters(), self.log_scale]
 
     def of_batch(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        """All embeddings that enter the loss."""
-        if self.beside is None:
+        """Returns all embeddings for the loss."""
+        if self.further is None:
             return image, text
-        first, second = (torch.cat((x, rest.to(x.dtype))) for x, rest in zip((image, text), self.beside, strict=True))
+        first, second = (torch.cat((x, rest.to(x.dtype))) for x, rest in zip((image, text), self.further, strict=True))
         return first, second
 
     def cast(self) -> Any:
-        """The autocast region of a step."""
+        """Returns the autocast context of a step."""
         return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.autocast)
 
     def halves(self) -> Iterator[tuple[nn.Module, Callable[[], Iterator[Tensor]]]]:
-        """Each tower, and how to go over its chunks."""
+        """Yields each tower with a function that returns an iterator over its chunks."""
         spans = [(i, min(i + self.chunk, len(self.tokens))) for i in range(0, len(self.tokens), self.chunk)]
         yield self.image, lambda: iter(self.images.chunks(spans, None))
         yield self.text, lambda: (self.tokens[a:b] for a, b in spans)
 
 
 def plain(s: StepSetting) -> Tensor:
-    """One graph over the whole batch."""
+    """A step with one autograd graph for the whole batch."""
     assert isinstance(s.images, SyntheticImages)
     with s.cast():
         loss = mb.clip_loss(s.image(s.images.all()), s.text(s.tokens), s.log_scale.exp(), backend=s.backend)
@@ -234,7 +235,7 @@ def plain(s: StepSetting) -> Tensor:
 
 
 def step_with_caching(s: StepSetting, budget: Budget = None) -> Tensor:
-    """`cached_backward`."""
+    """A step with gradient caching by `cached_backward`."""
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return mb.clip_loss(*s.of_batch(x, y), s.log_scale.exp(), backend=s.backend)
@@ -244,7 +245,10 @@ def step_with_caching(s: StepSetting, budget: Budget = None) -> Tensor:
 
 
 def accum_freq(s: StepSetting) -> Tensor:
-    """open_clip's `--accum-freq`: all features without a graph; then for every chunk the whole loss, that chunk's fresh."""
+    """A step as in open_clip with `--accum-freq`.
+
+    It computes all features without a graph. Then, for every chunk, it encodes the chunk again and computes the whole loss.
+    """
     (image, images), (text, texts) = s.halves()
     with torch.no_grad(), s.cast():
         features = [[tower(x) for x in chunks()] for tower, chunks in ((image, images), (text, texts))]
@@ -261,20 +265,24 @@ def accum_freq(s: StepSetting) -> Tensor:
 
 
 def grad_cache(s: StepSetting) -> Tensor:
-    """GradCache: features and generator states first, a dense loss on them, then ⟨features, gradient⟩ of every chunk."""
+    """A step as in GradCache.
+
+    It computes the features and stores the states of the random generators. It computes a dense loss on the features, and
+    then backpropagates ⟨features, gradient⟩ of every chunk.
+    """
     halves = list(s.halves())
-    kept: list[tuple[Tensor, list[Any]]] = []
+    cached: list[tuple[Tensor, list[Any]]] = []
     for tower, chunks in halves:
         parts, states = [], []
         with torch.no_grad(), s.cast():
             for x in chunks():
                 states.append((torch.get_rng_state(), torch.cuda.get_rng_state() if s.device == "cuda" else None))
                 parts.append(tower(x))
-        kept.append((torch.cat(parts).requires_grad_(), states))
+        cached.append((torch.cat(parts).requires_grad_(), states))
     with s.cast():
-        loss = dense_clip(kept[0][0], kept[1][0], s.log_scale.exp())
+        loss = dense_clip(cached[0][0], cached[1][0], s.log_scale.exp())
     loss.backward()  # type: ignore[no-untyped-call]
-    for (tower, chunks), (features, states) in zip(halves, kept, strict=True):
+    for (tower, chunks), (features, states) in zip(halves, cached, strict=True):
         assert features.grad is not None
         for x, (cpu, cuda), gradient in zip(chunks(), states, torch.split(features.grad, s.chunk), strict=True):
             torch.set_rng_state(cpu)
@@ -287,7 +295,10 @@ def grad_cache(s: StepSetting) -> Tensor:
 
 
 def towers_alone(s: StepSetting) -> Tensor:
-    """A forward pass, then a forward and a backward pass of every chunk, without a loss: the lower bound of a budget of 0."""
+    """A forward pass, and then a forward and a backward pass of every chunk, without a loss.
+
+    Its time is the lower bound of gradient caching with a budget of 0.
+    """
     total = torch.zeros((), device=s.device)
     for tower, chunks in s.halves():
         with torch.no_grad(), s.cast():
@@ -312,13 +323,13 @@ SYSTEMS: dict[str, Callable[[StepSetting], Tensor]] = {
 
 @dataclass
 class StepResult:
-    """One system at one batch; a wrong one is not timed."""
+    """The result of one system at one batch size. A wrong result is not timed."""
 
     system: str
     batch: int
     status: str
-    error: float | None = None  # relative error of all towers' gradients, on a small batch
-    scale_ratio: float | None = None  # the scale's gradient ÷ the right one
+    error: float | None = None  # relative error of the gradients of both towers, on a small batch
+    scale_ratio: float | None = None  # gradient of the scale ÷ its correct value
     seconds: float | None = None
     peak: int | None = None  # bytes beyond weights and gradients
 
@@ -326,7 +337,7 @@ class StepResult:
 def measure(
     model: str, batches: list[int], chunk: int, device: str, systems: list[str], until: float = math.inf
 ) -> Iterator[StepResult]:
-    """The systems at all batches, smallest first, until the time limit."""
+    """Measures the systems at all batch sizes, smallest first, until the time limit."""
     image, text, _ = towers(SIZES[model], device)
     backend: Backend = "triton" if device == "cuda" else "eager"
 
@@ -343,7 +354,7 @@ def measure(
         for name in systems:
             error, ratio = checks.get(name, (None, None))
             result = StepResult(name, batch, OK, error, ratio)
-            # Written so that NaN is wrong.
+            # The comparison is written so that NaN is wrong.
             if error is not None and ratio is not None and not (error <= TOLERANCE and abs(ratio - 1) <= TOLERANCE):
                 result.status = WRONG
             elif name in failed:
@@ -356,20 +367,23 @@ def measure(
 
 
 def compare(s: StepSetting, systems: list[str]) -> dict[str, tuple[float, float]]:
-    """(error of the towers' gradients, the scale's gradient ÷ the right one) of each system, against the plain step."""
-    wanted = _gradients(s, PLAIN)
-    found: dict[str, tuple[float, float]] = {}
+    """Compares the gradients of each system with the plain step.
+
+    Returns the relative error of the gradients of the towers, and the gradient of the scale ÷ its correct value.
+    """
+    expected = _gradients(s, PLAIN)
+    errors: dict[str, tuple[float, float]] = {}
     for name in systems:
         if name != ALONE:
             gradients = _gradients(s, name)
-            difference = torch.cat([(a - b).flatten() for a, b in zip(gradients[:-1], wanted[:-1], strict=True)]).norm()
-            length = torch.cat([b.flatten() for b in wanted[:-1]]).norm()
-            found[name] = (difference / length).item(), (gradients[-1] / wanted[-1]).item()
-    return found
+            difference = torch.cat([(a - b).flatten() for a, b in zip(gradients[:-1], expected[:-1], strict=True)]).norm()
+            length = torch.cat([b.flatten() for b in expected[:-1]]).norm()
+            errors[name] = (difference / length).item(), (gradients[-1] / expected[-1]).item()
+    return errors
 
 
 def _gradients(s: StepSetting, name: str) -> list[Tensor]:
-    """Gradients of all parameters, the scale's last."""
+    """Returns the gradients of all parameters. The gradient of the scale is last."""
     for p in s.parameters():
         p.grad = None
     SYSTEMS[name](s)
@@ -378,10 +392,10 @@ def _gradients(s: StepSetting, name: str) -> list[Tensor]:
 
 def _time(result: StepResult, s: StepSetting, failed: set[str]) -> None:
     for p in s.parameters():
-        p.grad = torch.zeros_like(p)  # as in every step but the first
+        p.grad = torch.zeros_like(p)  # as in every step except the first
     gc.collect()
     if s.device == "cuda":
-        torch.cuda.empty_cache()  # cached blocks of the step before would slow down this one
+        torch.cuda.empty_cache()  # cached memory of the step before would slow down this step
 
     def step() -> float:
         return seconds_of(lambda: SYSTEMS[result.system](s), s.device)

@@ -1,4 +1,4 @@
-"""`megabatch bench`: losses, levels of tiling and training steps on this machine, beside the installed peers."""
+"""`megabatch bench`: measures losses, levels of tiling and training steps, and compares them with installed baselines."""
 
 import argparse
 import sys
@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabatch import extras
-from megabatch_train.commands import describe, whole
+from megabatch_train.commands import describe, parse_positive_int
 
 if TYPE_CHECKING:
     from megabatch_train.bench.measure import Record
     from megabatch_train.bench.report import Sizes
 
-LINE_SECONDS = 5.0  # between progress lines if the output is not a terminal
+LINE_SECONDS = 5.0  # interval of progress lines if the output is not a terminal
 PARTS = ("losses", "levels", "steps")
 DESCRIPTION = """
 Measures memory and time of losses, of the loss over ranks with fewer levels of tiling, and of
-training steps, beside the installed peers (open_clip, Inf-CL, Liger, cut-cross-entropy). Losses
-are compared with float64 first, steps with a plain step; a wrong result is not timed. The exit
-status is 1 if a result of megabatch is wrong.
+training steps. Compares them with the installed baselines (open_clip, Inf-CL, Liger,
+cut-cross-entropy). Before the timing, losses are compared with float64, and steps with a plain
+step. A wrong result is not timed. The exit status is 1 if a result of megabatch is wrong.
 
-  megabatch bench --quick                       small sizes: under a minute on a CPU, two on a GPU
+  megabatch bench --quick                       takes less than a minute on a CPU, two on a GPU
   megabatch bench --parts losses --batches 4096 16384 --width 512
 """
 
@@ -33,23 +33,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch bench`."""
     describe(parser, DESCRIPTION)
     add = parser.add_argument
-    add("--quick", action="store_true", help="small sizes: under a minute on a CPU, two on a GPU")
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
-    add("--batches", nargs="+", type=whole, metavar="B", help="batch sizes of the losses, in pairs")
-    add("--width", type=whole, metavar="D", help="embedding width of losses and levels")
-    add("--cpu", action="store_true", help="use the CPU even if there is a CUDA device")
+    add("--quick", action="store_true", help="measure small sizes, in less than a minute on a CPU, or two minutes on a GPU")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure (default: all)")
+    add(
+        "--batches",
+        nargs="+",
+        type=parse_positive_int,
+        metavar="B",
+        help="batch sizes of the losses, in pairs (default: by device)",
+    )
+    add(
+        "--width",
+        type=parse_positive_int,
+        metavar="D",
+        help="embedding dimension of losses and levels (default: 512, or 256 for --quick on a CPU)",
+    )
+    add("--cpu", action="store_true", help="use the CPU even if a CUDA device is available")
     files = "folder for bench.html, bench.json and the plots (default: %(default)s)"
     add("--output", type=Path, default=Path("megabatch-bench"), metavar="FOLDER", help=files)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints and writes. Returns 1 if a result of megabatch is wrong, 2 if a package is missing."""
+    """Measures, prints and writes the results. Returns 1 if a result of megabatch is wrong, and 2 if a package is missing."""
     import importlib.util
 
     missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         command = extras.install_command(missing[0])
-        print(f"megabatch bench: {' and '.join(missing)} missing; {command} installs them", file=sys.stderr)
+        print(f"megabatch bench needs {' and '.join(missing)}; {command} installs them", file=sys.stderr)
         return 2
     import torch
 
@@ -58,15 +69,15 @@ def run(args: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
     sizes = SIZES[device, args.quick]
     sizes = replace(sizes, batches=args.batches or sizes.batches, width=args.width or sizes.width)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     try:
         record = _measure(args, sizes, device)
     except KeyboardInterrupt:
-        print("Stopped; nothing was written.", file=sys.stderr)
+        print("Stopped by Ctrl-C. No file was written.", file=sys.stderr)
         return 130
     _show(record.contents)
     names = _write(record)
-    print(f"{time.perf_counter() - begun:.0f} s. Written to {args.output}: {', '.join(names)}")
+    print(f"{time.perf_counter() - start:.0f} s. Written to {args.output}: {', '.join(names)}")
     return 0 if _ours_is_right(record.contents) else 1
 
 
@@ -80,35 +91,35 @@ def _measure(args: argparse.Namespace, sizes: "Sizes", device: str) -> "Record":
     record = Record(args.output / "bench.json", _quote_command(args))
     record.contents |= {"device": device, "dtype": "bfloat16" if device == "cuda" else "float32", "width": sizes.width}
     record.contents |= {"losses": [], "products": [], "levels": [], "steps": []}
-    work: dict[str, Callable[..., dict[str, Any]]] = {
+    run_part: dict[str, Callable[..., dict[str, Any]]] = {
         "losses": report.run_losses,
         "levels": report.run_levels,
         "steps": report.run_steps,
     }
-    others = machine.Others()
-    shown = (TextColumn("{task.description}"), BarColumn(bar_width=None), TimeElapsedColumn())
-    begun = last_line = time.perf_counter()
-    with Progress(*shown, disable=not sys.stdout.isatty()) as progress:
+    other_programs = machine.OtherPrograms()
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TimeElapsedColumn())
+    start = last_printed = time.perf_counter()
+    with Progress(*columns, disable=not sys.stdout.isatty()) as progress:
         task = progress.add_task("", total=len(args.parts))
         for name in args.parts:
 
             def say(text: str, share: float, name: str = name) -> None:
-                nonlocal last_line
+                nonlocal last_printed
                 progress.update(task, description=f"{name}: {text}", completed=args.parts.index(name) + share)
                 now = time.perf_counter()
-                if progress.disable and (share == 0.0 or now - last_line >= LINE_SECONDS):
-                    last_line = now
-                    print(f"{now - begun:4.0f} s  {name}: {text}", flush=True)
+                if progress.disable and (share == 0.0 or now - last_printed >= LINE_SECONDS):
+                    last_printed = now
+                    print(f"{now - start:4.0f} s  {name}: {text}", flush=True)
 
             say("starting", 0.0)
-            record.contents |= work[name](sizes, device, say)
+            record.contents |= run_part[name](sizes, device, say)
         progress.update(task, description="done", completed=len(args.parts))
-    record.contents["others"] = others.share()
+    record.contents["others"] = other_programs.share()
     return record
 
 
 def _quote_command(args: argparse.Namespace) -> str:
-    """The command line that repeats the measurement."""
+    """Returns the command line that repeats the measurement."""
     words = ["--quick"] * args.quick + ["--cpu"] * args.cpu
     if tuple(args.parts) != PARTS:
         words += ["--parts", *args.parts]
@@ -135,11 +146,11 @@ def _write(record: "Record") -> list[str]:
     from megabatch_train.display import plots
 
     record.save()
-    folder, made = record.path.parent, figures(record.contents)
-    for name, (_, figure) in made.items():
+    folder, drawn = record.path.parent, figures(record.contents)
+    for name, (_, figure) in drawn.items():
         plots.save(figure, folder / f"{name}.png", folder / f"{name}.svg")
-    (folder / "bench.html").write_text(page(record.contents, made), "utf-8")
-    return ["bench.html", "bench.json", f"{len(made)} plots as PNG and SVG"]
+    (folder / "bench.html").write_text(page(record.contents, drawn), "utf-8")
+    return ["bench.html", "bench.json", f"{len(drawn)} plots as PNG and SVG"]
 
 
 def _ours_is_right(record: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""`megabatch config`: all settings of a training run. The settings are also read here for the flags of `megabatch train`."""
+"""`megabatch config`: lists the settings of a training run. `read_fields` reads them for the flags of `megabatch train`."""
 
 import argparse
 import ast
@@ -16,47 +16,57 @@ from megabatch_train.settings import Setting
 NAME_WIDTH = 27
 PAGE = """# Settings
 
-All settings of `megabatch train`, as `megabatch config` prints them; `megabatch config --markdown` makes this page. Set them in
-a TOML file (`--config`) or by `--set KEY=VALUE`; the most common have a flag of their own ([training](training.md)). A setting
-with an empty default is left out. For the model `small` and the demo data, a recipe changes some defaults; `config.toml` in a
-run's folder has the values of that run.
+This page lists all settings of `megabatch train`. `megabatch config` prints the same list.
+Set a setting in a TOML file (`--config`) or by `--set KEY=VALUE`.
+The most common settings have a [flag](command_line.md#train).
+
+- A setting with an empty default has no value, unless its description names a default.
+- The model `small`, the demos, trained weights and LoRA have other defaults for some settings
+  ([Learning rate](training.md#learning-rate-and-batch-size)).
+- `config.toml` in the run directory contains the values of a run.
+
+`megabatch config --markdown` writes this page.
 """
 DESCRIPTION = """
-Lists the settings of `megabatch train`, with their defaults. Set them in a TOML file (--config) or
-by --set KEY=VALUE; many have a flag of their own.
+Lists the settings of `megabatch train` with their defaults. Set them in a TOML file (--config) or
+with --set KEY=VALUE. The most common settings have a flag, too (megabatch train --help).
 
-  megabatch config                     all settings
-  megabatch config optimizer           settings with this word in their name or description
-  megabatch config --of runs/emoji-1   the values of a run
+  megabatch config                     list all settings
+  megabatch config optimizer           list the settings that contain a word
+  megabatch config --of runs/emoji-1   list the values of a run
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch config`."""
     describe(parser, DESCRIPTION)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="show settings with all of these words")
-    parser.add_argument("--of", metavar="RUN", help="folder of a run whose values are shown instead of the defaults")
-    parser.add_argument("--markdown", action="store_true", help="print the page docs/settings.md")
+    parser.add_argument(
+        "words", nargs="*", metavar="WORD", help="list only settings whose name or description contains all words"
+    )
+    parser.add_argument("--of", metavar="RUN", help="folder of a run; lists its values instead of the defaults")
+    parser.add_argument("--markdown", action="store_true", help="print the list as Markdown, as in docs/settings.md")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the settings."""
+    """Prints the settings that contain all words."""
     from megabatch_train.trainer.config import TrainConfig
     from megabatch_train.trainer.run import CONFIG
 
-    known = settings.describe_fields(TrainConfig)
+    all_settings = settings.describe_fields(TrainConfig)
     if args.markdown:
-        print(page(known), end="")
+        print(page(all_settings), end="")
         return 0
     if args.of is not None:
         values = settings.read(Path(args.of) / CONFIG)
-        known = [setting._replace(default=redact(_value(values, setting))) for setting in known]
+        all_settings = [setting._replace(default=redact(_format_value_of(values, setting))) for setting in all_settings]
     words = [word.lower() for word in args.words]
-    found = [setting for setting in known if all(word in f"{setting.key} {setting.text}".lower() for word in words)]
-    if not found:
-        raise ValueError(f"no setting has {' and '.join(args.words)} in its name or description; `megabatch config` lists all")
+    matching = [setting for setting in all_settings if all(word in f"{setting.key} {setting.text}".lower() for word in words)]
+    if not matching:
+        raise ValueError(
+            f"no setting contains {' and '.join(args.words)} in its name or description; `megabatch config` lists all"
+        )
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    for setting in found:
+    for setting in matching:
         lines = textwrap.wrap(f"{setting.default or '(none)'}  {setting.text}", width - NAME_WIDTH - 2)
         tell(f"{setting.key:{NAME_WIDTH}}  {lines[0]}")
         for line in lines[1:]:
@@ -64,20 +74,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def page(known: list[Setting]) -> str:
-    """The page of the documentation."""
-    parts, before = [PAGE], None
-    for setting in known:
+def page(all_settings: list[Setting]) -> str:
+    """Returns the page docs/settings.md."""
+    parts, last_group = [PAGE], None
+    for setting in all_settings:
         group = setting.key.partition(".")[0] if "." in setting.key else "general"
-        if group != before:
-            parts.append(f"\n## {group.capitalize()}\n\n| setting | value | default | |\n|---|---|---|---|\n")
-        before = group
+        if group != last_group:
+            parts.append(f"\n## {group.capitalize()}\n\n| setting | value | default | meaning |\n|---|---|---|---|\n")
+        last_group = group
         default = f"`{setting.default}`" if setting.default else ""
         parts.append(f"| `{setting.key}` | {setting.kind} | {default} | {setting.text} |\n")
     return "".join(parts)
 
 
-def _value(values: Any, setting: Setting) -> str:
+def _format_value_of(values: Any, setting: Setting) -> str:
     for part in setting.key.split("."):
         if not isinstance(values, dict) or part not in values:
             return ""
@@ -90,17 +100,17 @@ def _value(values: Any, setting: Setting) -> str:
 
 
 class SourceField(NamedTuple):
-    """A setting as its dataclass defines it."""
+    """The definition of a setting in the source code of its dataclass."""
 
     annotation: ast.expr
     default: Any  # None for a table
-    text: str  # the comment beside it
+    text: str  # description: the comment behind the field
 
 
 def read_fields(
     module: str = "megabatch_train.trainer.config", name: str = "TrainConfig", prefix: str = ""
 ) -> dict[str, SourceField]:
-    """Reads all settings of a dataclass and of the dataclasses in it, by their keys, such as "optimizer.lr"."""
+    """Reads the settings of a dataclass and of nested dataclasses. Returns them by key, such as "optimizer.lr"."""
     path = resources.files("megabatch_train").joinpath(*module.split(".")[1:])
     source = Path(f"{path}.py").read_text("utf-8")
     lines, classes, origins, aliases = source.splitlines(), {}, {}, {}
@@ -111,15 +121,15 @@ def read_fields(
             origins |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             aliases[node.targets[0].id] = node.value
-    found: dict[str, SourceField] = {}
+    source_fields: dict[str, SourceField] = {}
     for field in classes[name].body:
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name) or field.value is None:
             continue
         key, hint = f"{prefix}{field.target.id}", field.annotation
         if isinstance(hint, ast.Name) and hint.id in origins:  # a dataclass
-            found |= read_fields(*origins[hint.id], prefix=f"{key}.")
+            source_fields |= read_fields(*origins[hint.id], prefix=f"{key}.")
             continue
         default = None if isinstance(field.value, ast.Call) else ast.literal_eval(field.value)
         text = lines[(field.end_lineno or field.lineno) - 1].partition("  # ")[2]
-        found[key] = SourceField(aliases.get(hint.id, hint) if isinstance(hint, ast.Name) else hint, default, text)
-    return found
+        source_fields[key] = SourceField(aliases.get(hint.id, hint) if isinstance(hint, ast.Name) else hint, default, text)
+    return source_fields

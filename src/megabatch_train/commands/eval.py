@@ -1,4 +1,4 @@
-"""`megabatch eval`: recall and ranks of a model on data, and zero-shot classification."""
+"""`megabatch eval`: measures recall and ranks of a model on data, or its zero-shot accuracy."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("megabatch")
 FILE = "evaluation.jsonl"
 DESCRIPTION = """
-Evaluates retrieval: the rank of each text's own image among all images, and vice versa.
+Evaluates retrieval. Each text searches all images, and each image searches all texts. The result is
+the rank of the match.
 
-  megabatch eval runs/emoji                                 a run, on its own test data
-  megabatch eval runs/flickr --data coco/val.csv            a run, on other data
+  megabatch eval runs/emoji                                 evaluate a run on its own test data
+  megabatch eval runs/flickr --data coco/val.csv            evaluate a run on other data
   megabatch eval runs/flickr --data my.csv --columns image=file text=description
   megabatch eval open_clip:ViT-B-32@laion2b_s34b_b79k --data "coco/{00000..00004}.tar"
-  megabatch eval runs/flickr --dim 128                      embeddings of --loss matryoshka, cut
-  megabatch eval runs/emoji --zero-shot                     captions are class names
-  megabatch eval runs/photos --zero-shot --data flowers/    a folder of images for each class
+  megabatch eval runs/flickr --dim 128                      cut embeddings to 128 dimensions
+  megabatch eval runs/emoji --zero-shot                     classify images
+  megabatch eval runs/photos --zero-shot --data flowers/    flowers/ has one folder per class
   megabatch eval runs/photos --zero-shot --data pets.csv --columns image=file text=breed
-  megabatch eval runs/texts --data sts.csv                  scored pairs: Spearman's correlation
-  torchrun --nproc-per-node 8 -m megabatch eval runs/flickr   on eight devices
+  megabatch eval runs/texts --data sts.csv                  Spearman correlation of scored pairs
+  torchrun --nproc-per-node 8 -m megabatch eval runs/flickr   use eight devices
 
-Recall@k (R@k) is the fraction of queries whose match is among the first k; ranks count from 1. For
-an image with several captions the best one counts. Unreadable samples are skipped and counted.
-Memory grows linearly with the number of samples. The result is appended as a JSON line, with
-open_clip's names, to evaluation.jsonl in the run's folder, or to --output.
+Recall@k (R@k) is the fraction of queries whose match is among the first k results. The best rank is
+1. If an image has several captions, its best caption counts. Samples that cannot be read are
+skipped and counted. Memory grows linearly with the number of samples.
+
+The result is appended as a JSON line to evaluation.jsonl in the folder of the run, or to --output.
+The metrics have the same names as in open_clip.
 """
 
 
@@ -48,62 +51,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     describe(parser, DESCRIPTION)
     add_model_arguments(parser)
     add_dim(parser)
-    parser.add_argument("--zero-shot", action="store_true", help="classify images; captions are the class names")
-    parser.add_argument("--classes", metavar="FILE", help="class names, one per line (default: all captions of the data)")
+    parser.add_argument("--zero-shot", action="store_true", help="classify images; the captions are the class names")
     parser.add_argument(
-        "--templates", metavar="FILE", help='prompts with "{}" for the class name, one per line (default: a few general ones)'
+        "--classes", metavar="FILE", help="file with class names, one per line (default: all captions of the data)"
     )
-    parser.add_argument("--output", metavar="FILE", help=f"file to append the result to (default: {FILE} in the run's folder)")
+    parser.add_argument(
+        "--templates",
+        metavar="FILE",
+        help='file with prompts, one per line, with "{}" for the class name (default: general prompts)',
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help=f"file to append the result to (default: {FILE} in the folder of the run)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates, prints and writes the result."""
+    """Evaluates the model, prints the result and appends it to a file."""
     from megabatch.world import join_world
     from megabatch_train.display import tables
     from megabatch_train.evaluation import evaluate, results, sts
 
-    given = next((name for name in ("classes", "templates") if getattr(args, name)), None)
-    if given is not None and not args.zero_shot:
-        raise ValueError(f"--{given} must come with --zero-shot, which classifies; without it nothing uses {given}")
-    threads = ThreadPoolExecutor(args.workers) if args.workers else nullcontext(0)
-    with join_world(args.device) as world, threads as workers:
+    option = next((name for name in ("classes", "templates") if getattr(args, name)), None)
+    if option is not None and not args.zero_shot:
+        raise ValueError(f"--{option} needs --zero-shot, because only zero-shot classification uses {option}")
+    context = ThreadPoolExecutor(args.workers) if args.workers else nullcontext(0)
+    with join_world(args.device) as world, context as workers:
         if world.rank != 0:
             LOG.setLevel(logging.WARNING)
-        chosen = model.choose(args, world.device)
-        if world.rank == 0 and args.data is None and chosen.folder is not None:
-            _name_others(chosen.folder, chosen.data)
+        inputs = model.choose(args, world.device)
+        if world.rank == 0 and args.data is None and inputs.folder is not None:
+            _name_others(inputs.folder, inputs.data)
         if args.zero_shot:
-            found = classify(chosen.pair, chosen.dataset, world, args, name=Path(redact(chosen.data)).stem, workers=workers)
-        elif (scores := chosen.dataset.scores()) is not None:
-            found = sts(chosen.pair, chosen.dataset, scores, chunk_size=args.chunk_size, workers=workers, group=world.group)
+            result = classify(inputs.pair, inputs.dataset, world, args, name=Path(redact(inputs.data)).stem, workers=workers)
+        elif (scores := inputs.dataset.scores()) is not None:
+            result = sts(inputs.pair, inputs.dataset, scores, chunk_size=args.chunk_size, workers=workers, group=world.group)
         else:
-            found = evaluate(chosen.pair, chosen.dataset, chunk_size=args.chunk_size, workers=workers, group=world.group)
+            result = evaluate(inputs.pair, inputs.dataset, chunk_size=args.chunk_size, workers=workers, group=world.group)
         if world.rank == 0:
-            split = f", {chosen.split}" if chosen.split else ""
+            split = f", {inputs.split}" if inputs.split else ""
             dim = f", {args.dim} dimensions" if args.dim is not None else ""
-            tables.table(found, f"{args.model} on {redact(chosen.data)}{split}{dim}").print()
-            path = args.output or (None if chosen.folder is None else chosen.folder / FILE)
+            tables.table(result, f"{args.model} on {redact(inputs.data)}{split}{dim}").print()
+            path = args.output or (None if inputs.folder is None else inputs.folder / FILE)
             if path is not None:
-                about = {"model": args.model, "data": redact(chosen.data), "split": chosen.split}
-                results.append(path, about | ({} if args.dim is None else {"dim": args.dim}) | found)
-                tell(f"added to {path}")
+                about = {"model": args.model, "data": redact(inputs.data), "split": inputs.split}
+                results.append(path, about | ({} if args.dim is None else {"dim": args.dim}) | result)
+                tell(f"appended the result to {path}")
     return 0
 
 
 def _name_others(folder: Path, evaluated: str) -> None:
-    """Logs the run's other validation sets; `--data` takes one."""
+    """Logs the other validation sets of the run, which `--data` can select."""
     from megabatch_train.evaluation import results
 
     sets = results.read_run(folder).config.get("validation")
     others = [name for name in sets if name != evaluated] if isinstance(sets, list) else []
     if others:
-        LOG.info("evaluates on %s, the first validation set of the run; --data names another: %s", evaluated, ", ".join(others))
+        LOG.info("evaluating on %s, the first validation set of the run; others for --data: %s", evaluated, ", ".join(others))
 
 
 def classify(
     pair: Pair, dataset: Dataset, world: World, args: argparse.Namespace, *, name: str, workers: Any = 0
 ) -> dict[str, float]:
-    """Zero-shot accuracy; samples are distributed over ranks."""
+    """Returns the zero-shot accuracy. The samples are distributed over ranks."""
     import torch
 
     from megabatch_train.data.dataset import IMAGE
@@ -112,22 +121,22 @@ def classify(
     from megabatch_train.evaluation.evaluate import TEMPLATES
 
     if dataset.sides[0] != IMAGE:
-        raise ValueError(f"--zero-shot must have data with images, got {dataset.sides[0]} and {dataset.sides[1]}")
+        raise ValueError(f"--zero-shot needs data with images, got {dataset.sides[0]} and {dataset.sides[1]}")
     captions = [read_or_none(dataset, index, 1) for index in range(len(dataset))]
     names = list(model.lines_of(args.classes)) if args.classes else sorted({text for text in captions if text is not None})
-    twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    if twice is not None:
-        raise ValueError(f"--classes must name each class once, got {twice!r} more than once in {args.classes}")
+    duplicate = next((name for name, count in Counter(names).items() if count > 1), None)
+    if duplicate is not None:
+        raise ValueError(f"--classes must name each class once, got {duplicate!r} more than once in {args.classes}")
     numbers_of = {text: number for number, text in enumerate(names)}
-    strange = next((text for text in captions if text is not None and text not in numbers_of), None)
-    if strange is not None:
-        raise ValueError(f"--classes must name every caption of the data, got none called {strange!r}")
+    unknown = next((text for text in captions if text is not None and text not in numbers_of), None)
+    if unknown is not None:
+        raise ValueError(f"--classes must contain every caption of the data, but {unknown!r} is missing")
     templates = model.lines_of(args.templates) if args.templates else TEMPLATES
     classes = classifier(lambda texts: encode(pair.second, texts), names, templates)
-    ours = [index for index in range(world.rank, len(dataset), world.size) if captions[index] is not None]
-    images = embed(pair.first, dataset, 0, ours, chunk_size=args.chunk_size, workers=workers)
-    good = dataset.usable(ours).to(images.device)
-    labels = torch.tensor([numbers_of[captions[index] or ""] for index in ours], device=images.device)
-    found = zero_shot(images[good], labels[good], classes, name=name, group=world.group)
-    without_image = world.sum([int((~good).sum())])[0]
-    return {**found, "num_classes": len(names), "num_failed": int(without_image) + captions.count(None)}
+    indices = [index for index in range(world.rank, len(dataset), world.size) if captions[index] is not None]
+    images = embed(pair.first, dataset, 0, indices, chunk_size=args.chunk_size, workers=workers)
+    is_usable = dataset.usable(indices).to(images.device)
+    labels = torch.tensor([numbers_of[captions[index] or ""] for index in indices], device=images.device)
+    result = zero_shot(images[is_usable], labels[is_usable], classes, name=name, group=world.group)
+    without_image = world.sum([int((~is_usable).sum())])[0]
+    return {**result, "num_classes": len(names), "num_failed": int(without_image) + captions.count(None)}

@@ -1,4 +1,4 @@
-"""`megabatch info`: versions, devices, backends, installed extras, and the rules by which a loss takes its path."""
+"""`megabatch info`: prints versions, devices, backends, installed extras, and the rules that choose the path of a loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megabatch_train.display import tables
 
 
-LABELS = {  # of the keys of `machine.describe` that are no words
+LABELS = {  # labels for keys of `machine.describe`
     "cpu": "CPU",
     "cpu_instructions": "CPU instructions",
     "memory_bytes": "memory",
@@ -31,54 +31,56 @@ LABELS = {  # of the keys of `machine.describe` that are no words
 _OLDER_PYTHON = re.compile(r"""python_version < ["']([\d.]+)["']""")
 _REQUIREMENT = re.compile(r"""^([\w.-]+)(?:\[[^\]]*\])?[^;]*;\s*.*extra == ["']([\w-]+)["']""")
 DESCRIPTION = """
-Prints versions, devices, the default backend of each device, and the installed extras.
+Prints versions, devices, the default backend of each device, the installed extras, and the rules
+that choose how a loss is computed. Include the output in a bug report. It contains no names of
+hosts or users, and no paths.
 
-  megabatch info                 for bug reports: contains no names of hosts or users, and no paths
+  megabatch info
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`megabatch info` has no arguments."""
+    """Sets the description. `megabatch info` has no arguments."""
     describe(parser, DESCRIPTION)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the information in two columns."""
-    sections = [_machine(), _backends(), _list_extras()]
+    """Prints the information in two columns, then the rules."""
+    sections = [_describe_machine(), _list_backends(), _list_extras()]
     width = max(len(name) for rows in sections for name, _ in rows)
-    print("\n\n".join("\n".join(f"{name:{width}}  {told}" for name, told in rows) for rows in sections))
+    print("\n\n".join("\n".join(f"{name:{width}}  {value}" for name, value in rows) for rows in sections))
     print(f"\n{rules().text()}")
     return 0
 
 
 def rules() -> tables.TextTable:
-    """The table by which a loss takes its path."""
+    """Returns the table of the rules that choose the path of a loss."""
     from megabatch import dispatch
     from megabatch_train.display import tables
 
     return tables.TextTable(
         list(dispatch.RULE_COLUMNS),
         [list(row) for row in dispatch.describe_rules()],
-        title="How a loss is computed: the first row that applies",
-        notes='reduction="none", label smoothing, biases, further negatives and guides always take two passes.',
+        title="How a loss is computed: the first row that applies is used",
+        notes='With reduction="none", label smoothing, a bias, further negatives or a guide, a loss always takes two passes.',
         names=tuple(range(len(dispatch.RULE_COLUMNS))),
     )
 
 
-def _machine() -> list[tuple[str, str]]:
-    """Hardware and versions, as far as they are known."""
-    found = machine.describe() | {"megabatch": __version__}
-    return [(LABELS.get(name, name), _readable(name, value)) for name, value in found.items() if value is not None]
+def _describe_machine() -> list[tuple[str, str]]:
+    """Returns the hardware and the versions that are known."""
+    values = machine.describe() | {"megabatch": __version__}
+    return [(LABELS.get(name, name), _format_value(name, value)) for name, value in values.items() if value is not None]
 
 
-def _readable(name: str, value: str | int) -> str:
+def _format_value(name: str, value: str | int) -> str:
     from megabatch_train.display import tables
 
     return tables.size(value) if name.endswith("_bytes") and isinstance(value, int) else str(value)
 
 
-def _backends() -> list[tuple[str, str]]:
-    """The default backend of each device."""
+def _list_backends() -> list[tuple[str, str]]:
+    """Returns the default backend of each device."""
     import torch
 
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
@@ -86,26 +88,26 @@ def _backends() -> list[tuple[str, str]]:
 
 
 def _list_extras() -> list[tuple[str, str]]:
-    """Each extra, with the packages that are missing."""
+    """Returns each extra with its missing packages."""
     if machine.version("megabatch") is None:
-        return [("extras", "not known: megabatch runs from its source without being installed (pip install -e .)")]
-    found = []
+        return [("extras", "unknown, because megabatch is not installed (pip install -e .)")]
+    rows = []
     for extra, packages in sorted(extras().items()):
         missing = [package for package in packages if machine.version(package) is None]
-        found.append((extra, f"missing: {', '.join(missing)}" if missing else "installed"))
-    return found
+        rows.append((extra, f"missing: {', '.join(missing)}" if missing else "installed"))
+    return rows
 
 
 def extras() -> dict[str, list[str]]:
-    """The packages of each extra, from the metadata of the installed package."""
-    found: dict[str, list[str]] = {}
+    """Returns the packages of each extra, from the metadata of the installed package."""
+    packages: dict[str, list[str]] = {}
     for line in importlib.metadata.requires("megabatch") or []:
-        match, newer = _REQUIREMENT.match(line), _OLDER_PYTHON.search(line)
-        if newer is not None and sys.version_info >= tuple(map(int, newer[1].split("."))):
-            continue  # part of this Python
+        match, python_limit = _REQUIREMENT.match(line), _OLDER_PYTHON.search(line)
+        if python_limit is not None and sys.version_info >= tuple(map(int, python_limit[1].split("."))):
+            continue  # the standard library of this Python contains it
         if match is not None and match[1] != "megabatch":
-            found.setdefault(match[2], []).append(match[1])
-    return found
+            packages.setdefault(match[2], []).append(match[1])
+    return packages
 
 
 def _describe_backend(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""The arguments MODEL and --data: a run's folder, or towers and datasets by name."""
+"""The arguments MODEL and --data. Each names a folder or a file, or has a special form such as "open_clip:ViT-B-32"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabatch_train import names
-from megabatch_train.commands import CHUNK_HELP, DATA_HELP, MODEL_HELP, RUNS, WORKERS_HELP, whole
+from megabatch_train.commands import CHUNK_HELP, DATA_HELP, MODEL_HELP, RUNS, WORKERS_HELP, parse_positive_int
 from megabatch_train.names import sanitize
 
 if TYPE_CHECKING:
@@ -22,96 +22,108 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger("megabatch")
-NEGATIVE, OPTIONAL = "negative", ("negative", "label", "score")  # roles of columns that a table need not have
-NAMED_RUNS = 8  # in the message for an unknown run
+NEGATIVE, OPTIONAL = "negative", ("negative", "label", "score")  # roles that do not need a column
+NAMED_RUNS = 8  # most runs that the message about an unknown run names
 
 
 def add_columns(parser: argparse._ActionsContainer) -> None:
-    """Adds `--columns`, which is a dict afterwards."""
+    """Adds `--columns`, whose value is a dict."""
     parser.add_argument(
         "--columns",
         nargs="+",
         action=_Columns,
         metavar="ROLE=NAME",
-        help="columns of a table, such as image=file text=description (see megabatch help data; default: common names)",
+        help="roles of columns, such as image=file text=description (see `megabatch help data`; default: by name)",
     )
 
 
 class _Columns(argparse.Action):
-    """Collects ROLE=NAME into a dict; a role with several names into a list."""
+    """Collects ROLE=NAME in a dict. A role with several names has a list."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
-        found: dict[str, list[str]] = {}
+        columns: dict[str, list[str]] = {}
         for text in values:
             role, is_given, name = text.partition("=")
             if not role or not is_given or (not name and role not in OPTIONAL):
                 raise argparse.ArgumentError(
-                    self, f"must be ROLE=NAME, as in image=file text=description, got {' '.join(values)!r}"
+                    self, f"must be ROLE=NAME, such as image=file text=description, got {' '.join(values)!r}"
                 )
-            found.setdefault(role, []).append(name)
-        twice = next((role for role, given in found.items() if len(given) > 1 and role != NEGATIVE), None)
-        if twice is not None:
-            raise argparse.ArgumentError(self, f"must name one column for {twice}, got {' and '.join(found[twice])}")
-        setattr(namespace, self.dest, {role: given[0] if len(given) == 1 else given for role, given in found.items()})
+            columns.setdefault(role, []).append(name)
+        repeated = next((role for role, given_names in columns.items() if len(given_names) > 1 and role != NEGATIVE), None)
+        if repeated is not None:
+            raise argparse.ArgumentError(self, f"must name one column for {repeated}, got {' and '.join(columns[repeated])}")
+        setattr(
+            namespace,
+            self.dest,
+            {role: given_names[0] if len(given_names) == 1 else given_names for role, given_names in columns.items()},
+        )
 
 
 def add_trust(parser: argparse._ActionsContainer) -> None:
     """Adds `--trust-remote-code`."""
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code in the model's files, with all your rights"
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code from the files of the model, with all your permissions",
     )
 
 
 def add_dim(parser: argparse.ArgumentParser) -> None:
-    """Adds `--dim`, of commands that compare embeddings."""
+    """Adds `--dim`, for commands that compare embeddings."""
     parser.add_argument(
         "--dim",
-        type=whole,
+        type=parse_positive_int,
         metavar="N",
-        help="keep the first N dimensions of embeddings, for --loss matryoshka (default: all)",
+        help="keep only the first N dimensions of the embeddings of --loss matryoshka (default: all)",
     )
 
 
 def add_model_arguments(
-    parser: argparse.ArgumentParser, default: str = "the run's validation data, or else its training data"
+    parser: argparse.ArgumentParser, default: str = "validation data of the run, or else its training data"
 ) -> None:
-    """Adds the arguments that name the model and the data, which has a default."""
+    """Adds the arguments of commands that load a model and data. `default` describes the default of `--data`."""
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--data", help=f"{DATA_HELP} (default: {default})")
     add_columns(parser)
     add_trust(parser)
     parser.add_argument(
-        "--split", choices=("train", "test", "all"), help="split of emoji and wordnet (default: as in the run, or test)"
+        "--split",
+        choices=("train", "test", "all"),
+        help="split of emoji or wordnet (default: the split of the run, or else test)",
     )
-    parser.add_argument("--device", default="auto", help='"cpu", "cuda" or "auto" (default): CUDA if there is a device')
-    parser.add_argument("--chunk-size", type=whole, default=256, metavar="N", help=f"{CHUNK_HELP} (default: 256)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help='"cpu", "cuda" or "auto", which is "cuda" if a CUDA device is available (default: auto)',
+    )
+    parser.add_argument("--chunk-size", type=parse_positive_int, default=256, metavar="N", help=f"{CHUNK_HELP} (default: 256)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help=f"{WORKERS_HELP} (default: 0)")
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A model, and the data to search or evaluate."""
+class ModelAndData:
+    """A model and the data that a command uses."""
 
     pair: Pair
     dataset: Dataset
     data: str
     split: str | None
-    folder: Path | None  # of the run
+    folder: Path | None  # of the run; None for a model by name
 
     def redraw(self, size: int) -> Dataset:
-        """The same samples as they are shown: emoji are drawn in this size."""
+        """Returns the data for display. Emoji are drawn again with this side length, and other data are unchanged."""
         from megabatch_train.data import load as data
 
         return data.load(self.data, self.split, size=size) if self.data == "emoji" else self.dataset
 
     def check_kinds(self, sides: Sequence[int]) -> None:
-        """Checks that the model encodes these sides of the data, before anything is written."""
+        """Raises an error if the model does not encode these sides of the data."""
         for side in sides:
-            if (kind := self.pair.towers[side].kind) != (wanted := self.dataset.sides[side]):
-                raise ValueError(f"MODEL must encode side {side + 1} of the data, {wanted}s, got a model of {kind}s there")
+            if (kind := self.pair.towers[side].kind) != (expected := self.dataset.sides[side]):
+                raise ValueError(f"MODEL must encode side {side + 1} of the data, {expected}s, got a model of {kind}s there")
 
     def keep_data(self, targets: Sequence[Path]) -> None:
-        """Checks that no file which will be written is one of the data."""
+        """Raises an error if a file that will be written is a file of the data."""
         from megabatch_train.data import load as data
 
         specs = [self.data] if os.path.exists(self.data) else data.parse_spec(self.data)[0]
@@ -121,47 +133,49 @@ class Chosen:
                 raise ValueError(f"--output must not replace the data, got {target}; choose another --output")
 
 
-def choose(args: argparse.Namespace, device: torch.device, *, images_alone: bool = False, training: bool = False) -> Chosen:
-    """Loads the model and the data that the arguments name, and logs which data it is.
+def choose(
+    args: argparse.Namespace, device: torch.device, *, allow_images_only: bool = False, training: bool = False
+) -> ModelAndData:
+    """Loads the model and the data that the arguments name, and logs the data.
 
     Args:
-        args: see `add_model_arguments`.
-        device: of the model.
-        images_alone: whether the data may be a folder of images without captions.
-        training: whether the data of a run, if none is named, is its training data instead of its validation data.
+        args: arguments of `add_model_arguments`.
+        device: device of the model.
+        allow_images_only: whether the data can be a folder of images without captions.
+        training: whether the default for a run is its training data instead of its validation data.
     """
     from megabatch_train.data import load as data
     from megabatch_train.data.rows import ImageFolder, is_plain
     from megabatch_train.towers.models import image_size
 
     folder = run_of(args.model)
-    spec, split, options, why = _data(args, folder, training=training)
-    alone = images_alone and is_plain(Path(spec))
+    spec, split, options, why = _choose_data(args, folder, training=training)
+    images_only = allow_images_only and is_plain(Path(spec))
 
     def dataset(size: int | None) -> Dataset:
-        return ImageFolder(spec) if alone else data.load(spec, split, size=size, **options)
+        return ImageFolder(spec) if images_only else data.load(spec, split, size=size, **options)
 
     if folder is not None:
         pair = load_pair(args.model, device, trust=args.trust_remote_code)
-        found = dataset(image_size(pair.name, pair.options))
+        loaded = dataset(image_size(pair.name, pair.options))
     else:
-        found = dataset(image_size(args.model, {}))
-        pair = load_pair(args.model, device, found.sides, trust=args.trust_remote_code)
+        loaded = dataset(image_size(args.model, {}))
+        pair = load_pair(args.model, device, loaded.sides, trust=args.trust_remote_code)
     if getattr(args, "dim", None) is not None:
         truncate_pair(pair, args.dim, folder)
-    what = "images" if alone else "pairs"
+    what = "images" if images_only else "pairs"
     part = "" if split is None else f", {split} split"
-    LOG.info("data: %s%s, %s %s%s", sanitize(spec), part, f"{len(found):,}", what, why)
-    return Chosen(pair, found, spec, split, folder)
+    LOG.info("data: %s%s, %s %s%s", sanitize(spec), part, f"{len(loaded):,}", what, why)
+    return ModelAndData(pair, loaded, spec, split, folder)
 
 
 def truncate_pair(pair: Pair, dim: int, folder: Path | None) -> None:
-    """Cuts the embeddings of a model (`--dim`), and warns if its run was not trained for that.
+    """Cuts the embeddings of a model to `--dim` dimensions. Warns if its run was not trained for them.
 
     Args:
-        pair: the model, changed in place.
-        dim: of the embeddings.
-        folder: of the run; None for towers by name.
+        pair: the model. It is changed in place.
+        dim: embedding dimension.
+        folder: folder of the run, or None for a model by name.
     """
     from megabatch_train.evaluation import results
     from megabatch_train.evaluation.embedding import truncate
@@ -171,16 +185,16 @@ def truncate_pair(pair: Pair, dim: int, folder: Path | None) -> None:
     except ValueError as error:
         raise ValueError(f"--{error}") from error
     loss = {} if folder is None else results.read_run(folder).config.get("loss", {})
-    widths = loss.get("widths", []) if loss.get("name") == "matryoshka" else []
-    if folder is not None and dim not in (*widths, full):
-        trained = ", ".join(map(str, dict.fromkeys((*widths, full))))
-        LOG.warning("embeddings are cut to %d of %d dimensions, but the run was trained for %s", dim, full, trained)
+    dims = loss.get("widths", []) if loss.get("name") == "matryoshka" else []
+    if folder is not None and dim not in (*dims, full):
+        trained_dims = ", ".join(map(str, dict.fromkeys((*dims, full))))
+        LOG.warning("embeddings are cut to %d of %d dimensions, but the run was trained for %s", dim, full, trained_dims)
     else:
         LOG.info("embeddings are cut to %d of %d dimensions", dim, full)
 
 
 def load_pair(spec: str, device: torch.device, kinds: tuple[str, str] = ("image", "text"), *, trust: bool = False) -> Pair:
-    """The model of a run, or towers by name for sides of these kinds. With `trust`, code of the model's files may run."""
+    """Loads the model of a run, or a model by name for sides of these kinds. With `trust`, code from its files can run."""
     from megabatch.cached import randomness
     from megabatch_train.towers import load
     from megabatch_train.towers.tower import allow_remote_code
@@ -188,8 +202,8 @@ def load_pair(spec: str, device: torch.device, kinds: tuple[str, str] = ("image"
     if run_of(spec) is not None:
         return load_run(Path(spec), device, trust=trust)[0]
     if not names.has_weights(spec):
-        LOG.warning("weights: random, because %s names no trained ones", spec)
-    randomness.seed_host(0)  # random weights are the same in every command, so that embeddings can be searched
+        LOG.warning("weights: random, because the name %s does not include weights", spec)
+    randomness.seed_host(0)  # every command has the same random weights, so that `search` can use the embeddings of `embed`
     with allow_remote_code(trust):
         pair = load(spec, kinds)
     for tower in pair.towers:
@@ -198,8 +212,8 @@ def load_pair(spec: str, device: torch.device, kinds: tuple[str, str] = ("image"
 
 
 def run_of(spec: str) -> Path | None:
-    """The folder of the run, which the path may be in; None for towers by name; an error if it can be neither."""
-    folder = _run_of(Path(spec))
+    """Returns the folder of the run that contains this path, or None for a model by name. Raises an error if it is neither."""
+    folder = _find_run(Path(spec))
     if folder is None and spec != "small" and ":" not in spec:
         runs = list_runs(Path(spec).parent)
         near = names.nearest(spec, ["small", *runs])
@@ -208,7 +222,7 @@ def run_of(spec: str) -> Path | None:
 
 
 def list_runs(folder: Path) -> list[str]:
-    """The runs in a folder and in `runs/`, newest first."""
+    """Returns the runs in a folder and in `runs/`, newest first."""
     from megabatch_train.evaluation.results import CONFIG
 
     configs = {file for parent in (folder, Path(RUNS)) for file in parent.glob(f"*/{CONFIG}")}
@@ -216,25 +230,25 @@ def list_runs(folder: Path) -> list[str]:
 
 
 def describe_runs(runs: Sequence[str]) -> str:
-    """The runs in words, for the message that a run does not exist."""
+    """Returns a sentence with the runs, for the message that a run does not exist."""
     more = f" and {len(runs) - NAMED_RUNS:,} more" if len(runs) > NAMED_RUNS else ""
     return f"Runs: {', '.join(runs[:NAMED_RUNS])}{more}" if runs else f"There are no runs in {RUNS}/"
 
 
-def _run_of(path: Path) -> Path | None:
+def _find_run(path: Path) -> Path | None:
     from megabatch_train.towers.models import WEIGHTS
 
-    if not os.path.isdir(path):  # a Path refuses long names
+    if not os.path.isdir(path):  # `Path.is_dir` raises an error for a long name
         return None
     if path.name.startswith("step_"):
         return path.resolve().parent.parent
     return path.resolve().parent if path.name == "best" and (path / WEIGHTS).is_file() else path
 
 
-def load_run(place: Path, device: torch.device, *, trust: bool = False) -> tuple[Pair, int | None]:
-    """The model of a run, of its `best` folder or of a checkpoint, and the step of its weights if it is known.
+def load_run(path: Path, device: torch.device, *, trust: bool = False) -> tuple[Pair, int | None]:
+    """Loads the model of a run, of its folder `best`, or of a checkpoint.
 
-    With `trust`, code of the model's files may run.
+    With `trust`, code from its files can run. Returns the model and the step of its weights, or None if the step is unknown.
     """
     from megabatch_train.towers import models
     from megabatch_train.towers.tower import allow_remote_code
@@ -243,57 +257,59 @@ def load_run(place: Path, device: torch.device, *, trust: bool = False) -> tuple
 
     try:
         with allow_remote_code(trust):
-            pair, step = load_newest(place, device)
+            pair, step = load_newest(path, device)
     except CheckpointError as error:
-        raise ValueError(f"MODEL must be a checkpoint that is whole: {error}") from error
-    LOG.info("weights: %s", _describe_weights(place, step))
-    return pair, models.read_step(place) if step is None else step
+        raise ValueError(f"MODEL must be an intact checkpoint: {error}") from error
+    LOG.info("weights: %s", _describe_weights(path, step))
+    return pair, models.read_step(path) if step is None else step
 
 
-def _describe_weights(place: Path, checkpoint: int | None) -> str:
-    """Which weights of a run are used: the last ones, the best ones, or those of a checkpoint, by its step."""
+def _describe_weights(path: Path, checkpoint: int | None) -> str:
+    """Returns words for the weights of a run: the last weights, the best weights, or the weights of a checkpoint."""
     from megabatch_train.display import tables
     from megabatch_train.evaluation import results
     from megabatch_train.towers import models
 
-    folder = _run_of(place) or place
+    folder = _find_run(path) or path
     best = results.read_run(folder).best
     evaluated = f"after step {best['step']:,} ({tables.tell(best['metric'], best['value'])})" if best else ""
-    if place.name == results.BEST and folder != place:
-        return f"the best ones of {folder}" + (f", {evaluated}" if best else "")
-    step = models.read_step(place) if checkpoint is None else checkpoint
-    told = f"{'the last ones' if checkpoint is None else 'from a checkpoint'} of {folder}"
-    told += "" if step is None else f", after step {step:,}"
-    return told + (f"; {folder / results.BEST} has the best ones, {evaluated}" if best and best["step"] != step else "")
+    if path.name == results.BEST and folder != path:
+        return f"best of {folder}" + (f", {evaluated}" if best else "")
+    step = models.read_step(path) if checkpoint is None else checkpoint
+    text = f"{'last' if checkpoint is None else 'checkpoint'} of {folder}"
+    text += "" if step is None else f", after step {step:,}"
+    return text + (f"; the best weights are in {folder / results.BEST}, {evaluated}" if best and best["step"] != step else "")
 
 
-def _data(args: argparse.Namespace, folder: Path | None, *, training: bool) -> tuple[str, str | None, dict[str, Any], str]:
-    """Name, split and options of the data, and why it was chosen, in words."""
+def _choose_data(
+    args: argparse.Namespace, folder: Path | None, *, training: bool
+) -> tuple[str, str | None, dict[str, Any], str]:
+    """Returns the name, the split and the options of the data, and words that say why it was chosen."""
     from megabatch_train.data import load as data
     from megabatch_train.evaluation import results
 
     options: dict[str, Any] = {}
-    chosen_split, why = None, ""
+    run_split, why = None, ""
     if args.data is not None:
         spec = str(args.data)
     else:
         run = None if folder is None else results.read_run(folder)
-        found = None if run is None else run.training_part if training else run.test_data
-        if run is None or found is None:
+        data_and_split = None if run is None else run.training_part if training else run.test_data
+        if run is None or data_and_split is None:
             raise ValueError(
-                f"--data must be given, because {args.model!r} is no run with data; `megabatch help data` lists what it can be"
+                f"--data is required, because {args.model!r} is not a run with data; `megabatch help data` lists its values"
             )
-        spec, chosen_split = run.locate(found[0]), found[1]
+        spec, run_split = run.locate(data_and_split[0]), data_and_split[1]
         options = run.training_options if training else run.test_options
         why = f", {'the training data of the run' if training else run.test_data_is}; --data names other data"
     if args.columns is not None:
         options = {**options, "columns": args.columns}
-    split = args.split or chosen_split or ("test" if spec in data.WITH_SPLITS else None)
+    split = args.split or run_split or ("test" if spec in data.WITH_SPLITS else None)
     return spec, split, options, why
 
 
 def _local_files(spec: str) -> list[Path]:
-    """The tables or shards of a path, a pattern or a folder; none for an address."""
+    """Returns the tables or shards of a path, a pattern or a folder, or an empty list for a URL."""
     from megabatch_train.data.paths import expand_pattern, place
 
     path = place(spec)
@@ -305,8 +321,8 @@ def _local_files(spec: str) -> list[Path]:
 
 
 def lines_of(path: str) -> Sequence[str]:
-    """The non-empty lines of a file."""
-    found = [line.strip() for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
-    if not found:
+    """Returns the non-empty lines of a file."""
+    lines = [line.strip() for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
+    if not lines:
         raise ValueError(f"{path} must have at least one line, got none")
-    return found
+    return lines

@@ -1,4 +1,4 @@
-"""`megabatch plan`: largest batch, memory and time of a model on given GPUs, estimated without running on them."""
+"""`megabatch plan`: estimates the largest batch, the memory and the time of a model on given GPUs, without these GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megabatch import extras
-from megabatch_train.commands import describe, whole
+from megabatch_train.commands import CHUNK_HELP, LORA_HELP, describe, parse_positive_int
 from megabatch_train.planning import gpus
 
 if TYPE_CHECKING:
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 BATCH = 32768
 DESCRIPTION = """
-Estimates a model's largest batch on given GPUs with four losses, its memory and the time of a
-step, without running on them. The first line says whether the loss or the encoder is the limit.
+Estimates the largest batch of a model on given GPUs with four losses, and the memory and the time
+of a step. The GPUs are not needed. The first line of the output says whether the loss or the
+encoder is the limit.
 
   megabatch plan --model open_clip:ViT-L-14 --gpus 8xA800-80GB
   megabatch plan --model open_clip:ViT-B-16 --gpus 8xH100 --nodes 4 --batch-size 1M --output plan
@@ -37,44 +38,92 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         required=True,
-        help=f"small, open_clip:MODEL, hf:NAME, hf:IMAGES+TEXTS, hf-config:FOLDER, or {gpus.STAND_IN}",
+        help=f"name of a model (see `megabatch help models`), or {gpus.STAND_IN}",
     )
-    add("--gpus", required=True, metavar="8xNAME", help=f"GPUs of a node: {names}; or memory and dense rate, 8x80GB@312TFLOPS")
-    add("--nodes", type=whole, default=1, metavar="N", help="number of nodes (default: 1)")
-    add("--batch-size", type=_count, default=BATCH, metavar="B", help=f"pairs; 64k is 65536, 1M is 1048576 (default: {BATCH})")
-    add("--chunk-size", type=whole, metavar="C", help="samples encoded at once (default: activations take a fifth of a GPU)")
-    add("--image-size", type=whole, metavar="PIXELS", help="side length of an image (default: the model's own)")
-    add("--length", type=whole, metavar="TOKENS", help="tokens of a text (default: the model's own)")
-    add("--lora", type=whole, default=0, metavar="RANK", help="train adapters of this rank in place of an hf: model's weights")
-    checkpointing = "compute activations again in the backward pass: larger chunks, one more forward pass"
+    add(
+        "--gpus",
+        required=True,
+        metavar="8xNAME",
+        help=f"number and name of the GPUs of a node, or memory and dense rate, as in 8x80GB@312TFLOPS; names: {names}",
+    )
+    add("--nodes", type=parse_positive_int, default=1, metavar="N", help="number of nodes (default: 1)")
+    add(
+        "--batch-size",
+        type=_parse_batch_size,
+        default=BATCH,
+        metavar="B",
+        help=f"pairs in a step, over all processes; 64k is 65536, 1M is 1048576 (default: {BATCH})",
+    )
+    add(
+        "--chunk-size",
+        type=parse_positive_int,
+        metavar="C",
+        help=f"{CHUNK_HELP} (default: activations use a fifth of the GPU memory)",
+    )
+    add(
+        "--image-size",
+        type=parse_positive_int,
+        metavar="PIXELS",
+        help="side length of images in pixels (default: from the model)",
+    )
+    add("--length", type=parse_positive_int, metavar="TOKENS", help="length of texts in tokens (default: from the model)")
+    add(
+        "--lora",
+        type=parse_positive_int,
+        default=0,
+        metavar="RANK",
+        help=f"{LORA_HELP} (default: none)",
+    )
+    checkpointing = "use activation checkpointing: larger chunks, but one more forward pass"
     add("--checkpointing", action="store_true", help=checkpointing)
-    add("--precision", choices=list(gpus.PRECISIONS), default="bf16", help="bf16 and fp16: autocast (default: %(default)s)")
-    add("--optimizer", choices=list(gpus.OPTIMIZERS), default="adamw", help="default: %(default)s")
-    sharding = "none: DDP; optimizer: ZeRO 1; fsdp: weights, too (default: %(default)s)"
+    add(
+        "--precision",
+        choices=list(gpus.PRECISIONS),
+        default="bf16",
+        help="dtype of the matmuls; bf16 and fp16 use autocast (default: %(default)s)",
+    )
+    add(
+        "--optimizer",
+        choices=list(gpus.OPTIMIZERS),
+        default="adamw",
+        help="optimizer, whose state takes memory (default: %(default)s)",
+    )
+    sharding = "what ranks shard: none (DDP), optimizer (ZeRO 1), or fsdp (weights, too) (default: %(default)s)"
     add("--sharding", choices=list(gpus.SHARDINGS), default="none", help=sharding)
-    add("--inside", type=_positive, metavar="GB/s", help="one-way bandwidth inside a node (default: the GPU's own)")
+    add(
+        "--inside",
+        type=_parse_positive,
+        metavar="GB/s",
+        help="one-way bandwidth of a GPU inside a node, in GB/s (default: from the GPU)",
+    )
     add(
         "--between",
-        type=_positive,
+        type=_parse_positive,
         metavar="GB/s",
-        help="one-way bandwidth between nodes (default: 50, or 12.5 for PCIe cards)",
+        help="one-way bandwidth of a link between nodes, in GB/s (default: 50, or 12.5 for PCIe cards)",
     )
-    add("--one-link", action="store_true", help="one link from a node to the others instead of one for each GPU")
+    add("--one-link", action="store_true", help="each node has one link to the other nodes (default: one link for each GPU)")
     add(
         "--host-memory",
-        type=_positive,
+        type=_parse_positive,
         default=gpus.HOST_MEMORY / 2**30,
         metavar="GiB",
-        help="host memory of a node (default: %(default).0f)",
+        help="host memory of a node, in GiB (default: %(default).0f)",
     )
-    rate = "share of the GPU's rate that {} reach (default: %(default)s)"
-    add("--encoder-efficiency", type=_share, default=gpus.ENCODER_EFFICIENCY, metavar="SHARE", help=rate.format("encoders"))
-    add("--loss-efficiency", type=_share, default=gpus.LOSS_EFFICIENCY, metavar="SHARE", help=rate.format("losses"))
-    files = "folder for plan.txt, plan.json, plan.png and plan.svg (default: none is written)"
+    rate = "fraction of the peak rate of the GPU that {} reach (default: %(default)s)"
+    add(
+        "--encoder-efficiency",
+        type=_parse_fraction,
+        default=gpus.ENCODER_EFFICIENCY,
+        metavar="SHARE",
+        help=rate.format("encoders"),
+    )
+    add("--loss-efficiency", type=_parse_fraction, default=gpus.LOSS_EFFICIENCY, metavar="SHARE", help=rate.format("losses"))
+    files = "folder for plan.txt, plan.json, plan.png and plan.svg (default: print only)"
     add("--output", type=Path, metavar="FOLDER", help=files)
 
 
-def _count(text: str) -> int:
+def _parse_batch_size(text: str) -> int:
     units = {"k": 2**10, "M": 2**20}
     try:
         value = float(text[:-1].replace(",", "")) * units[text[-1]] if text[-1:] in units else gpus.number(text)
@@ -83,28 +132,28 @@ def _count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be a number of 1 or more, such as 32768 or 1M, got {text!r}") from None
 
 
-def _positive(text: str, most: float = sys.float_info.max, told: str = "above 0") -> float:
+def _parse_positive(text: str, largest: float = sys.float_info.max, condition: str = "above 0") -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value <= most:
-        raise argparse.ArgumentTypeError(f"must be a number {told}, got {text!r}")
+    if not 0 < value <= largest:
+        raise argparse.ArgumentTypeError(f"must be a number {condition}, got {text!r}")
     return value
 
 
-def _share(text: str) -> float:
-    return _positive(text, 1.0, "above 0 and at most 1")
+def _parse_fraction(text: str) -> float:
+    return _parse_positive(text, 1.0, "above 0 and at most 1")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan. Returns 2 if an argument is not understood."""
+    """Prints the plan. Returns 2 if an argument is not valid."""
     import torch
 
     from megabatch_train.planning import models, report, step
 
     try:
-        setup = _setup(args)
+        setup = _build_setup(args)
         frozen = step.AUTOCAST.get(setup.precision, torch.float32)
         model = models.model(args.model, image_size=args.image_size, length=args.length, lora=args.lora, frozen=frozen)
         plan = step.make(model, setup, args.chunk_size, checkpointing=args.checkpointing)
@@ -117,11 +166,11 @@ def run(args: argparse.Namespace) -> int:
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "plan.txt").write_text(text)
         (args.output / "plan.json").write_text(json.dumps(report.data(plan, args.batch_size), indent=1) + "\n")
-        print(f"Written to {args.output}: plan.txt, plan.json" + _plots(plan, args))
+        print(f"Written to {args.output}: plan.txt, plan.json" + _draw_plots(plan, args))
     return 0
 
 
-def _plots(plan: step.Plan, args: argparse.Namespace) -> str:
+def _draw_plots(plan: step.Plan, args: argparse.Namespace) -> str:
     from megabatch_train.display.plots import available
     from megabatch_train.planning import report
 
@@ -131,7 +180,7 @@ def _plots(plan: step.Plan, args: argparse.Namespace) -> str:
     return ", plan.png, plan.svg"
 
 
-def _setup(args: argparse.Namespace) -> step.Setup:
+def _build_setup(args: argparse.Namespace) -> step.Setup:
     from megabatch_train.planning import step
 
     per_node, gpu = gpus.parse(args.gpus)

@@ -1,4 +1,4 @@
-"""`megabatch report`: writes a run's report.html."""
+"""`megabatch report`: writes the report.html of a run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 DESCRIPTION = """
-Writes report.html into a run's folder: curves, the last evaluation, search results for a few
-queries, the command and the configuration. The page is one file; it has a light and a dark style,
-prints, and fits a phone. It can be written while the run goes on.
+Writes report.html into the folder of a run. The page shows curves, the last evaluation, search
+results for a few queries, the command and the configuration. It is one file without external
+resources. The command also works while the run continues.
 
   megabatch report runs/emoji --query "smiling cat" --query "red heart"
 """
@@ -26,9 +26,13 @@ prints, and fits a phone. It can be written while the run goes on.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch report`."""
     describe(parser, DESCRIPTION)
-    parser.add_argument("folder", help="the run's folder")
+    parser.add_argument("folder", help="folder of the run")
     parser.add_argument(
-        "--query", action="append", default=[], metavar="TEXT", help="text to search for in the test data; may be repeated"
+        "--query",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text to search for in the test data; can be repeated (default: texts of the test data)",
     )
     add_trust(parser)
 
@@ -40,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from megabatch_train.display.report import write_report
 
     if not all(text.strip() for text in args.query):
-        raise ValueError("--query must be a text, got an empty one")
+        raise ValueError("--query must not be empty")
 
     def load(folder: Path) -> Pair:
         return model.load_pair(str(folder), torch.device("cpu"), trust=args.trust_remote_code)

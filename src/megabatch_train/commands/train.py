@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabatch import extras
 from megabatch_train import settings
-from megabatch_train.commands import CHUNK_HELP, DATA_HELP, RUNS, WORKERS_HELP, describe
+from megabatch_train.commands import CHUNK_HELP, DATA_HELP, LORA_HELP, RUNS, WORKERS_HELP, describe
 from megabatch_train.commands.config import SourceField, read_fields
 from megabatch_train.commands.model import add_columns, add_trust, describe_runs, list_runs
 from megabatch_train.names import format_row, sanitize
@@ -31,76 +31,72 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger("megabatch")
-PROBLEMS_NAMED = 5
-FAILED = 3  # exit status of a run that learned nothing
+PROBLEMS_NAMED = 5  # most problems of a dataset that are logged
+FAILED = 3  # exit status of a run that failed or did not learn
 AUTO = "auto"
-TUNED = "a model with weights"  # its defaults are in trainer/config.py
+TUNED = "a model with weights"  # trainer/config.py defines its defaults
 DESCRIPTION = """
-Trains two encoders (towers) with a contrastive loss: each sample becomes most similar to its match.
+Trains two encoders (towers) with a contrastive loss, which makes each sample similar to its match.
 
-  megabatch train                       the demo: emoji and their names, two cores, 1 to 2 minutes
+  megabatch train                       train the demo on two cores: emoji and names, 1 to 2 minutes
   megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384
   megabatch train --data photos.csv --columns image=file text=description --validation coco.csv
   megabatch train --data "cc12m/{00000..01242}.tar" --model open_clip:ViT-B-16 --batch-size 65536
   megabatch train --data triples.jsonl --loss info_nce --model hf:BAAI/bge-small-en --holdout 0.01
   megabatch train --data qa.jsonl --loss info_nce --model hf:Qwen/Qwen3-Embedding-0.6B --lora 16
   torchrun --nproc-per-node 8 -m megabatch train --config run.toml
-  megabatch train --resume runs/emoji-1     continue from the last checkpoint, with its settings
+  megabatch train --resume runs/emoji-1     continue a run from its last checkpoint
 
-The batch size is the number of pairs over all processes. It does not depend on memory, because
-towers encode one chunk at a time and the loss needs no matrix of logits. The chunk size is chosen
-automatically. On a GPU the towers are compiled and compute in bf16.
+The batch size is the number of pairs in a step, over all processes. It does not depend on
+memory, because towers encode one chunk at a time and the loss does not store the matrix of logits.
+By default, megabatch chooses the chunk size. On a GPU it compiles the towers and computes in bf16.
 
-Most flags set a setting (`megabatch config` lists all). --set sets those without a flag:
+`megabatch config` lists all settings. A flag sets one of them, and --set sets any of them:
 
-  megabatch train --set freeze=first                LiT: freeze the first tower
+  megabatch train --set freeze=first                freeze the first tower (LiT)
   megabatch train --set parallel=fsdp               shard the towers over ranks
-  megabatch train --set optimizer.scaling=sqrt      the learning rate grows with the batch size
-  megabatch train --set memory.checkpointing=on     larger chunks for one more forward pass
+  megabatch train --set optimizer.scaling=sqrt      let the learning rate grow with the batch size
+  megabatch train --set memory.checkpointing=on     use larger chunks and one more forward pass
 
-Later sources win: defaults for the model and the data, --config, flags, --set. The run's
-config.toml records all settings; pass it to --config to repeat a run. Ctrl-C and SIGTERM save a
-checkpoint first.
+If several sources give a setting, the last one counts: defaults for the model and the data,
+--config, flags, --set. The file config.toml in the folder of the run contains all settings. To
+repeat a run, pass this file to --config. Ctrl-C and SIGTERM save a checkpoint and end the run.
 """
 
 
 class Flag(NamedTuple):
-    """A flag that sets a setting. Type, default and help come from the definition of the setting."""
+    """A flag for a setting. Its type, default and help come from the definition of the setting."""
 
     key: str
     metavar: str | None = None
-    begin: str = ""  # of the help, before the description of the setting
-    text: str = ""  # in place of the description
-    default: str = ""  # in words, where it depends on the model or the data
+    text: str = ""  # help that replaces the description
+    default: str = ""  # default in words, if it depends on the model or the data
 
 
 FLAGS = {
     "--data": Flag("data", "DATA", text=f"training data: {DATA_HELP}"),
     "--validation": Flag(
-        "validation", "DATA", text="evaluation data, one or more", default="the test split of emoji or wordnet"
+        "validation", "DATA", text="one or more datasets to evaluate on", default="the test split of emoji or wordnet"
     ),
     "--holdout": Flag("holdout", "X", default="none"),
-    "--workers": Flag("workers", "N", text=f'{WORKERS_HELP}; "auto" is the cores less one on a GPU machine, else 0'),
-    "--model": Flag("model", "MODEL", text="towers, such as open_clip:ViT-B-32 or hf:NAME; see megabatch help models"),
-    "--lora": Flag(
-        "lora.rank", "RANK", text="train LoRA adapters of this rank instead of the weights of an hf: model", default="none"
-    ),
+    "--workers": Flag("workers", "N", text=f'{WORKERS_HELP}; "auto" is the number of cores minus 1 with a GPU, or else 0'),
+    "--model": Flag("model", "MODEL", text="model by name, such as open_clip:ViT-B-32 or hf:NAME; see `megabatch help models`"),
+    "--lora": Flag("lora.rank", "RANK", text=LORA_HELP, default="none"),
     "--batch-size": Flag("batch_size", "N", default="512 for emoji, else 1024"),
     "--chunk-size": Flag("chunk_size", "N", text=f'{CHUNK_HELP}, or "auto"'),
-    "--precision": Flag("precision", begin="dtype of the matmuls; "),
-    "--compile": Flag("compile", begin="compile "),
-    "--loss": Flag("loss.name", text="loss; `megabatch config loss` lists its settings"),
+    "--precision": Flag("precision"),
+    "--compile": Flag("compile"),
+    "--loss": Flag("loss.name", text="loss function; `megabatch config loss` lists its settings"),
     "--epochs": Flag("epochs", "N", default=f"28 for emoji, 4 for wordnet, 3 for {TUNED}, else 32"),
-    "--steps": Flag("steps", "N", text="steps, instead of --epochs", default="as many as --epochs has"),
+    "--steps": Flag("steps", "N", text="number of steps, instead of --epochs", default="the number of steps in --epochs"),
     "--lr": Flag("optimizer.lr", "RATE", default=f"3e-3 for small, 2e-5 for {TUNED}, 2e-4 with --lora, else auto"),
     "--weight-decay": Flag(
         "optimizer.weight_decay",
         "X",
-        begin="weight decay ",
         default=f"0.1 for small, 0.01 for {TUNED}, 0 with --lora, else 0.2",
     ),
     "--clip-norm": Flag("optimizer.clip_norm", "X"),
-    "--seed": Flag("seed", "N", begin="seed "),
+    "--seed": Flag("seed", "N"),
     "--evaluate-every": Flag("evaluate_every", "N"),
 }
 
@@ -128,27 +124,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warmup",
         type=_steps_or_fraction,
         metavar="N",
-        help="steps of the warm-up, or a fraction of the run (default: 0.3 for emoji, 20 for small, else 0.1, but at least 50 "
-        "steps or half of the run)",
+        help="warm-up in steps, or as a fraction of the run, such as 0.1 (default: 0.3 for emoji, 20 for small, else 0.1, but "
+        "at least 50 steps or half of the run)",
     )
     add_flags(optimization, "--weight-decay", "--clip-norm", "--seed")
     output = parser.add_argument_group("output and settings")
     add = output.add_argument
-    add("--output", type=Path, metavar="FOLDER", help=f"folder of the run (default: {RUNS}/DATA-1, or the next number)")
+    add("--output", type=Path, metavar="FOLDER", help=f"folder of the run (default: {RUNS}/DATA-1, or the next unused number)")
     add_flags(output, "--evaluate-every")
-    add("--resume", metavar="auto|PATH", help="resume a run or a checkpoint; auto resumes the last run, or starts a new one")
-    add("--config", type=Path, metavar="TOML", help="settings from a file, such as another run's config.toml")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, such as ema=0.999; may be repeated")
-    add("--wandb", metavar="PROJECT", help="also log to Weights & Biases, after `wandb login`")
-    add("--no-report", action="store_true", help="write no report.html")
+    add("--resume", metavar="auto|PATH", help="run or checkpoint to continue; auto continues the last run, or starts a run")
+    add("--config", type=Path, metavar="TOML", help="TOML file with settings, such as the config.toml of another run")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="value of any setting, such as ema=0.999; can be repeated",
+    )
+    add("--wandb", metavar="PROJECT", help="log to this project of Weights & Biases, too; needs `wandb login`")
+    add("--no-report", action="store_true", help="do not write report.html")
 
 
 def _add_flag(group: Any, name: str, fields: dict[str, SourceField]) -> None:
     flag, field = FLAGS[name], fields[FLAGS[name].key]
     hint = ast.unparse(field.annotation)
-    shown = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
-    told = flag.begin + (flag.text or field.text.replace("`", "")).replace("%", "%%")
-    options: dict[str, Any] = {"help": f"{told} (default: {flag.default or shown})", "dest": flag.key}
+    default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+    help_text = (flag.text or field.text.replace("`", "")).replace("%", "%%")
+    options: dict[str, Any] = {"help": f"{help_text} (default: {flag.default or default})", "dest": flag.key}
     if hint.startswith("Literal["):
         options["choices"] = [ast.literal_eval(choice) for choice in field.annotation.slice.elts]  # type: ignore[attr-defined]
     elif "Literal[" in hint:
@@ -182,7 +184,7 @@ def _steps_or_fraction(text: str) -> int | float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains."""
+    """Trains a model. Returns 0, or 128 plus the signal that stopped the run, or `FAILED`, or 1 for another error."""
     from megabatch.world import join_world
     from megabatch_train.towers.tower import allow_remote_code
     from megabatch_train.trainer import config as configs
@@ -191,20 +193,20 @@ def run(args: argparse.Namespace) -> int:
     from megabatch_train.trainer.step import NotFiniteError
 
     for package in ("numpy", "safetensors"):
-        extras.load(package, purpose="Saving a model")  # an error now, and not after the training
-    given = _collect_settings(args)
-    folder, checkpoint = _places(args, configs.resolve(*given).data)
-    config = _with_model_config(configs.resolve(_before(folder, checkpoint), *given))
-    with join_world(config.device) as world, ExitStack() as held:
+        extras.load(package, purpose="Saving a model")  # raises an error before the training
+    tables = _collect_settings(args)
+    folder, checkpoint = _choose_folder(args, configs.resolve(*tables).data)
+    config = _store_model_config(configs.resolve(_read_old_settings(folder, checkpoint), *tables))
+    with join_world(config.device) as world, ExitStack() as stack:
         if world.rank != 0:
             LOG.setLevel(logging.WARNING)
-        observers = _observers_of_first(args, world)
-        held.enter_context(allow_remote_code(args.trust_remote_code))
+        observers = _build_observers(args, world)
+        stack.enter_context(allow_remote_code(args.trust_remote_code))
         folder, checkpoint = world.from_first((folder, checkpoint))
         _check_writable(folder, world, args.resume)
-        folder = _lock_folder(folder, world, args, held)
-        trainer = _trainer(config, folder, world, observers)
-        _continue(trainer, args.resume, checkpoint)
+        folder = _lock_folder(folder, world, args, stack)
+        trainer = _build_trainer(config, folder, world, observers)
+        _resume(trainer, args.resume, checkpoint)
         for label, value in trainer.describe().items():
             LOG.info("%s", format_row(label, value))
         try:
@@ -228,13 +230,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _collect_settings(args: argparse.Namespace) -> list[settings.Table]:
-    """The given settings; later tables win."""
+    """Returns the settings of the command line as tables. A later table has precedence."""
     from megabatch_train.data import load as data
     from megabatch_train.data.tables import LABEL, NEGATIVE
 
     flags: settings.Table = {}
     if args.steps and args.epochs is not None:
-        raise ValueError(f"--epochs must be left out with --steps, got {args.epochs} and {args.steps}")
+        raise ValueError(f"--epochs cannot be used with --steps, got {args.epochs} and {args.steps}")
     for flag in FLAGS.values():
         if (value := getattr(args, flag.key)) is not None:
             value = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -244,14 +246,14 @@ def _collect_settings(args: argparse.Namespace) -> list[settings.Table]:
     if args.columns is not None:
         flags["data_options"] = {"columns": args.columns}
         if args.validation is not None and not set(args.validation) & set(data.WITH_SPLITS):
-            needed = {role: name for role, name in args.columns.items() if role not in (NEGATIVE, LABEL)}
-            flags["validation_options"] = {"columns": needed}
-    read = settings.read(args.config) if args.config is not None else {}
-    return [read, flags, *(settings.assignment(text) for text in args.set)]
+            columns = {role: name for role, name in args.columns.items() if role not in (NEGATIVE, LABEL)}
+            flags["validation_options"] = {"columns": columns}
+    from_file = settings.read(args.config) if args.config is not None else {}
+    return [from_file, flags, *(settings.assignment(text) for text in args.set)]
 
 
-def _with_model_config(config: TrainConfig) -> TrainConfig:
-    """The settings with the contents of the file of "open_clip:FILE.json", so that the run does not depend on the file."""
+def _store_model_config(config: TrainConfig) -> TrainConfig:
+    """Adds the contents of the config file of "open_clip:FILE.json" to the settings, so that the run does not need the file."""
     from megabatch_train.towers import open_clip
 
     family, _, name = config.model.partition(":")
@@ -260,8 +262,8 @@ def _with_model_config(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, model_options={**config.model_options, "config": text})
 
 
-def _places(args: argparse.Namespace, source: str) -> tuple[Path, Path | None]:
-    """The run's folder, and the checkpoint to resume from if one is named."""
+def _choose_folder(args: argparse.Namespace, source: str) -> tuple[Path, Path | None]:
+    """Returns the folder of the run, and the checkpoint to continue from if `--resume` names one."""
     from megabatch_train.trainer import run as runs
 
     name = _run_name(source)
@@ -274,51 +276,55 @@ def _places(args: argparse.Namespace, source: str) -> tuple[Path, Path | None]:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output must be a folder, got {folder}, which is a file")
     if (folder / runs.CHECKPOINTS).is_dir():
-        raise ValueError(f"{folder} has a run in it. --resume {folder} continues it; --output names another folder")
+        raise ValueError(f"{folder} contains a run. Use --resume {folder} to continue it, or --output to name another folder")
     return folder, None
 
 
 def _run_name(source: str) -> str:
-    """The name of a run on this data: the file's name, the folder's for a pattern of files, "mix" for several sources."""
+    """Returns the name of a run on this data: the name of the file, or of the folder for a pattern, or "mix" for a mixture."""
     from megabatch_train.data.load import BETWEEN
     from megabatch_train.data.tables import PREFIX
 
     if BETWEEN in source:
         return "mix"
     path = Path(sanitize(source.removeprefix(PREFIX)))
-    chosen = path.parent if any(mark in path.name for mark in "{*?[") else path
-    return re.sub(r"[^\w.-]+", "-", chosen.stem).strip(".-") or "run"
+    named_path = path.parent if any(mark in path.name for mark in "{*?[") else path
+    return re.sub(r"[^\w.-]+", "-", named_path.stem).strip(".-") or "run"
 
 
 def _resolve_run(path: Path, output: Path | None) -> tuple[Path, Path | None]:
-    """The same for a path that is a run's folder, or a checkpoint in one."""
+    """Returns the folder and the checkpoint for `--resume PATH`, where the path is the folder of a run or a checkpoint."""
     from megabatch_train.trainer import run as runs
 
     if not path.is_dir():
-        told = describe_runs(list_runs(path.parent))
-        raise ValueError(f"No such run: {path}. --resume takes the folder of a run, a checkpoint in it, or auto. {told}")
+        known_runs = describe_runs(list_runs(path.parent))
+        raise ValueError(
+            f"No such run: {path}. --resume must be the folder of a run, a checkpoint in it, or auto. {known_runs}"
+        )
     if path.name.startswith("step_"):
         return output or path.resolve().parent.parent, path
     if output is not None and output != path:
-        raise ValueError(f"--output must be left out, or --resume name a checkpoint in {path}, to continue in another folder")
+        raise ValueError(
+            f"--output needs a checkpoint for --resume, such as {path / runs.CHECKPOINTS}/step_…, to use another folder"
+        )
     if not (path / runs.CHECKPOINTS).is_dir():
         raise ValueError(f"{path} has no checkpoint to resume from")
     return path, None
 
 
-def _before(folder: Path, checkpoint: Path | None) -> settings.Table:
-    """The settings of the run to resume; empty for a new run."""
+def _read_old_settings(folder: Path, checkpoint: Path | None) -> settings.Table:
+    """Returns the settings of the run that continues, or an empty table for a new run."""
     from megabatch_train.trainer import config as configs
     from megabatch_train.trainer import run as runs
 
-    own = folder if checkpoint is None else checkpoint.resolve().parent.parent
-    place = own / runs.CONFIG
-    found, directory = settings.read(place) if place.exists() else {}, runs.began_in(own)
-    return found if directory in (None, os.getcwd()) else configs.anchor_paths(found, directory)
+    run_folder = folder if checkpoint is None else checkpoint.resolve().parent.parent
+    file = run_folder / runs.CONFIG
+    table, directory = settings.read(file) if file.exists() else {}, runs.began_in(run_folder)
+    return table if directory in (None, os.getcwd()) else configs.anchor_paths(table, directory)
 
 
 def _check_writable(folder: Path, world: World, resume: str | None) -> None:
-    """Checks the folder on every rank before anything is loaded, because each rank writes its part of a checkpoint."""
+    """Raises an error if a rank cannot write to the folder, because each rank writes its part of a checkpoint."""
     from megabatch_train.trainer import run as runs
 
     for rank, problem in enumerate(world.gather_objects(runs.unwritable(folder))):
@@ -326,26 +332,26 @@ def _check_writable(folder: Path, world: World, resume: str | None) -> None:
             where = f" on rank {rank}" if world.size > 1 else ""
             elsewhere = f"--resume {folder / runs.CHECKPOINTS}/step_… --output" if resume not in (None, AUTO) else "--output"
             raise ValueError(
-                f"--output must be a folder that can be written to, got {folder}, and{where} {problem}; make room or allow "
-                f"writing there, or use {elsewhere} OTHER_FOLDER"
+                f"--output must be a folder that can be written to, got {folder}, and{where} {problem}; free disk space or "
+                f"allow writing there, or use {elsewhere} OTHER_FOLDER"
             )
 
 
-def _lock_folder(folder: Path, world: World, args: argparse.Namespace, held: ExitStack) -> Path:
-    """The run's folder, which this job alone may write to until `held` is closed. A new run without --output takes the next."""
+def _lock_folder(folder: Path, world: World, args: argparse.Namespace, stack: ExitStack) -> Path:
+    """Locks the folder of the run until `stack` is closed. If it is locked, a new run without --output takes the next one."""
     from megabatch_train.trainer import run as runs
     from megabatch_train.trainer.run import LockedError, lock_folder
 
     problem = None
     while world.rank == 0:
         try:
-            held.enter_context(lock_folder(folder))
+            stack.enter_context(lock_folder(folder))
             break
         except LockedError as error:
             if args.output is None and args.resume is None:
                 folder = runs.find_unused(Path(RUNS), folder.name.rpartition("-")[0])
                 continue
-            problem = f"{error}; wait until it ends, or use another folder (--output)"
+            problem = f"{error}; wait until it ends, or name another folder with --output"
             break
     folder, problem = world.from_first((folder, problem))
     if problem is not None:
@@ -353,7 +359,7 @@ def _lock_folder(folder: Path, world: World, args: argparse.Namespace, held: Exi
     return folder
 
 
-def _trainer(config: TrainConfig, folder: Path, world: World, observers: Sequence[Observer]) -> Trainer:
+def _build_trainer(config: TrainConfig, folder: Path, world: World, observers: Sequence[Observer]) -> Trainer:
     from megabatch.cached import randomness
     from megabatch_train import towers
     from megabatch_train.data import load as data
@@ -364,11 +370,11 @@ def _trainer(config: TrainConfig, folder: Path, world: World, observers: Sequenc
     size = image_size(config.model, config.model_options)
     split = "train" if config.holdout else None
     dataset = data.load(config.data, split, size=size, holdout=config.holdout, **config.data_options)
-    validation = _validation(config, size)
+    validation = _load_validation(config, size)
     pair = towers.load(config.model, dataset.sides, lora=config.lora, **config.model_options)
     if world.rank == 0:
-        both = (problem for read in (dataset, *validation.values()) for problem in read.problems)
-        _name_problems(list(dict.fromkeys(both)))  # one file may be both
+        problems = (problem for source in (dataset, *validation.values()) for problem in source.problems)
+        _log_problems(list(dict.fromkeys(problems)))  # a file can be in both
     return Trainer(
         config,
         pair,
@@ -381,31 +387,31 @@ def _trainer(config: TrainConfig, folder: Path, world: World, observers: Sequenc
     )
 
 
-def _name_problems(problems: Sequence[str]) -> None:
-    """Logs missing parts of a dataset: the first few, and how many more."""
+def _log_problems(problems: Sequence[str]) -> None:
+    """Logs the first problems of a dataset, and the number of other problems."""
     for problem in problems[:PROBLEMS_NAMED]:
         LOG.warning("%s", problem)
     if len(problems) > PROBLEMS_NAMED:
-        LOG.warning("and %d more like these", len(problems) - PROBLEMS_NAMED)
+        LOG.warning("and %d more problems like these", len(problems) - PROBLEMS_NAMED)
 
 
-def _validation(config: TrainConfig, size: int | None) -> dict[str, Dataset]:
-    """The datasets to evaluate on, by the names of their files."""
+def _load_validation(config: TrainConfig, size: int | None) -> dict[str, Dataset]:
+    """Returns the datasets to evaluate on, by the names of their files."""
     from megabatch_train.data import load as data
 
     if config.holdout:
         return {"": data.load(config.data, "test", size=size, holdout=config.holdout, **config.data_options)}
-    given = (config.validation,) if isinstance(config.validation, str) else config.validation
-    names = [name for name in given if name] or [config.data] * (config.data in data.WITH_SPLITS)
-    found: dict[str, Dataset] = {}
+    configured = (config.validation,) if isinstance(config.validation, str) else config.validation
+    names = [name for name in configured if name] or [config.data] * (config.data in data.WITH_SPLITS)
+    datasets: dict[str, Dataset] = {}
     for name in dict.fromkeys(names):
-        short = _run_name(name)
-        short = short if short not in found else f"{short}-{len(found) + 1}"
-        found[short] = data.load(name, "test" if name in data.WITH_SPLITS else None, size=size, **config.validation_options)
-    return found
+        label = _run_name(name)
+        label = label if label not in datasets else f"{label}-{len(datasets) + 1}"
+        datasets[label] = data.load(name, "test" if name in data.WITH_SPLITS else None, size=size, **config.validation_options)
+    return datasets
 
 
-def _continue(trainer: Trainer, resume: str | None, checkpoint: Path | None) -> None:
+def _resume(trainer: Trainer, resume: str | None, checkpoint: Path | None) -> None:
     from megabatch_train.trainer.checkpoints import CheckpointError
 
     if resume is None:
@@ -413,44 +419,46 @@ def _continue(trainer: Trainer, resume: str | None, checkpoint: Path | None) -> 
     try:
         continued = trainer.resume(checkpoint)
     except CheckpointError as error:
-        raise ValueError(f"--resume must name a checkpoint that is whole: {error}") from error
+        raise ValueError(f"--resume must name an intact checkpoint: {error}") from error
     if not continued and resume != AUTO:
         raise ValueError(f"{resume} has no intact checkpoint to resume from")
     if trainer.world.rank == 0:
-        LOG.info("continues after step %d" if continued else "nothing to continue yet: begins with step %d", trainer.step)
+        LOG.info(
+            "continuing after step %d" if continued else "no checkpoint to continue from: starting at step %d", trainer.step
+        )
 
 
-def _observers_of_first(args: argparse.Namespace, world: World) -> list[Observer]:
-    """The observers, which only the first rank has. They are made before the data is loaded, because a log may need a login."""
-    made: list[Observer] = []
+def _build_observers(args: argparse.Namespace, world: World) -> list[Observer]:
+    """Returns the observers of the first rank. This happens before the data is loaded, because a log can need a login."""
+    observers: list[Observer] = []
     problem = None
     try:
-        made = _observers(args) if world.rank == 0 else []
+        observers = _list_observers(args) if world.rank == 0 else []
     except (ValueError, ImportError) as error:
         problem = error
     if problem := world.from_first(problem):
         raise problem
-    return made
+    return observers
 
 
-def _observers(args: argparse.Namespace) -> list[Observer]:
+def _list_observers(args: argparse.Namespace) -> list[Observer]:
     from megabatch_train.display.observers import ProgressDisplay
     from megabatch_train.trainer.run import MetricsFile
 
-    made: list[Any] = [MetricsFile(), ProgressDisplay()]
+    observers: list[Any] = [MetricsFile(), ProgressDisplay()]
     if extras.is_installed("tensorboard"):
         from megabatch_train.display.observers import TensorBoardLog
 
-        made.append(TensorBoardLog())
+        observers.append(TensorBoardLog())
     if not args.no_report:
         from megabatch_train.display.report import LiveReport
 
-        made.append(LiveReport())
+        observers.append(LiveReport())
     if args.wandb:
         from megabatch_train.display.observers import WandbLog
 
-        made.append(WandbLog(args.wandb))
-    return made
+        observers.append(WandbLog(args.wandb))
+    return observers
 
 
 def _finish(folder: Path, args: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
-"""Presentation: numbers, tables, plots and pages for reports, benchmarks and plans; observers that show a run's progress.
+"""Numbers, tables, plots and pages for reports, benchmarks and plans, and observers that show the progress of a run.
 
-The observers are exported here: a bar in the terminal, TensorBoard, Weights & Biases.
+This package exports the observers: a progress bar in the terminal, TensorBoard, and Weights & Biases.
 """
 
 from megabatch_train.display.observers import ProgressDisplay, TensorBoardLog, WandbLog

@@ -1,4 +1,4 @@
-"""Observers that show the progress of a run: the terminal, TensorBoard, Weights & Biases."""
+"""Observers that show the progress of a run in the terminal, in TensorBoard, or in Weights & Biases."""
 
 import contextlib
 import dataclasses
@@ -18,9 +18,9 @@ from megabatch_train.names import format_row, redact, sanitize, tell
 LOG = logging.getLogger("megabatch")
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Progress of a run: a bar in a terminal, a line every few seconds elsewhere.
+# Progress of a run. A terminal shows a progress bar, and other outputs get a line every few seconds.
 
-LINE_SECONDS = 10.0  # between lines if the output is not a terminal
+LINE_SECONDS = 10.0  # interval of lines if the output is not a terminal
 
 
 class ProgressDisplay:
@@ -28,8 +28,8 @@ class ProgressDisplay:
 
     Args:
         stream: output (default: standard output).
-        line_seconds: seconds between lines if the stream is not a terminal.
-        clock: returns seconds; for tests.
+        line_seconds: interval of lines in seconds, if the stream is not a terminal.
+        clock: function that returns seconds. Tests replace it.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ProgressDisplay:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream, self._line_seconds, self._clock = stream, line_seconds, clock
-        self._bar: Any = None  # rich's, in a terminal
+        self._bar: Any = None  # progress bar of rich, only in a terminal
         self._total = self._first = self._done = self._batch_size = 0
         self._began = self._last_line = 0.0
         self._recall = ""
@@ -48,7 +48,7 @@ class ProgressDisplay:
         self._record: Mapping[str, Any] = {}  # of the last step
 
     def start(self, run: Any) -> None:
-        """The run begins, or continues."""
+        """Prints the run, and starts the bar. Called when the run starts or continues."""
         self._total, self._first, self._batch_size = run.total_steps, run.first_step, run.batch_size
         self._done = self._first
         self._began = self._clock()
@@ -60,7 +60,7 @@ class ProgressDisplay:
             self._start_bar()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """A step has ended."""
+        """Called after a step."""
         done = self._done = int(record["step"])
         self._record = record
         if self._bar is not None:
@@ -73,34 +73,36 @@ class ProgressDisplay:
             self._print("  ".join([f"step {done:>{width},}/{self._total:,}", *self._describe_progress()]))
 
     def on_evaluation(self, record: Mapping[str, Any]) -> None:
-        """There is a new evaluation."""
-        found = tables.headline(record["evaluation"])
-        if found is None:
+        """Called after an evaluation."""
+        headline = tables.headline(record["evaluation"])
+        if headline is None:
             return
-        self._recall = f"R@1 {tables.percent(found[1])}" if found[0].endswith("R@1") else f"top {tables.percent(found[1])}"
+        self._recall = (
+            f"R@1 {tables.percent(headline[1])}" if headline[0].endswith("R@1") else f"top {tables.percent(headline[1])}"
+        )
         for name, evaluation in tables.by_dataset(record["evaluation"]).items():
             self._print(f"step {record['step']:,}: {f'{name}: ' if name else ''}{tables.line(evaluation)}")
         if self._bar is not None and self._record:
-            self._update_bar()  # with the new recall: after the last step there is no other update
+            self._update_bar()  # shows the new recall, because no update follows the last step
 
     def on_save(self, path: Path) -> None:
-        """A checkpoint or the model is written. The first checkpoint is announced here, and the last one by `finish`."""
+        """Called after a checkpoint or the model is written. It prints the first checkpoint, and `finish` prints the last."""
         if path.suffix:
-            return  # the file of the model
+            return  # the path is the file of the model
         if self._bar is None and self._saved is None:
             self._print(f"first checkpoint: {path}")
         self._saved = path
 
     def finish(self, run: Any) -> None:
-        """The run has ended or was stopped."""
+        """Called when the run ends or is stopped."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
         if self._done == self._first < self._total:
-            return  # failed before its first step: nothing was written
-        took = tables.duration(self._clock() - self._began)
-        saved = f"; last checkpoint: {self._saved}" if self._saved is not None else ""
-        self._print(f"{self._done - self._first:,} steps in {took}{saved}")
+            return  # the run failed before its first step, so no file was written
+        duration = tables.duration(self._clock() - self._began)
+        checkpoint = f"; last checkpoint: {self._saved}" if self._saved is not None else ""
+        self._print(f"{self._done - self._first:,} steps in {duration}{checkpoint}")
 
     @property
     def _output(self) -> TextIO:
@@ -121,7 +123,7 @@ class ProgressDisplay:
         self._bar.update(self._bar.task_ids[0], completed=self._done, shown=" · ".join(self._describe_progress()))
 
     def _describe_progress(self) -> list[str]:
-        """Loss, speed, share of waiting for data, model FLOPs utilization, memory, recall and time left, as far as known."""
+        """Returns loss, speed, share of waiting for data, model FLOPs utilization, memory, recall and time left, if known."""
         record, steps = self._record, self._done - self._first
         left = (self._clock() - self._began) / steps * (self._total - self._done) if steps > 0 else float("inf")
         speed, memory, mfu = (record.get(name) for name in ("pairs_per_second", "memory_bytes", "mfu"))
@@ -145,19 +147,19 @@ class ProgressDisplay:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A run's numbers for TensorBoard, in the folder `tensorboard` of the run: `tensorboard --logdir RUNS`.
+# TensorBoard. The folder `tensorboard` of the run contains its numbers. `tensorboard --logdir RUNS` shows them.
 
 
 FOLDER = "tensorboard"
-ADDRESS = "http://localhost:6006"  # TensorBoard's own default
-_NOT_DRAWN = ("step", "epoch", "pairs", "seconds")  # counters
+URL = "http://localhost:6006"  # the default of TensorBoard
+_NOT_DRAWN = ("step", "epoch", "pairs", "seconds")  # counters, which TensorBoard does not show
 
 
 class TensorBoardLog:
-    """An observer that writes every training number and every evaluation. Needs the package tensorboard.
+    """An observer that writes every training number and every evaluation. It needs the package tensorboard.
 
-    TensorBoard's writer cannot be used again after a full disk. Once a checkpoint can be written, there is room again: a new
-    writer starts with the values that the first may not have written.
+    After an error of a full disk, the writer of TensorBoard cannot be used again. When a checkpoint can be written again, a new
+    writer starts with the values that the old writer may not have written.
     """
 
     def __init__(self) -> None:
@@ -169,11 +171,11 @@ class TensorBoardLog:
 
     @staticmethod
     def available() -> bool:
-        """Whether it is installed."""
+        """Whether TensorBoard is installed."""
         return extras.is_installed("tensorboard")
 
     def start(self, run: Any) -> None:
-        """The run begins or continues. Values of steps that are repeated are replaced."""
+        """Called when the run starts or continues. Replaces the values of steps that the run repeats."""
         self._folder, self._numbers = run.folder / FOLDER, []
         self._open(purge_step=run.first_step + 1 if run.first_step else None)
         config = run.folder / "config.toml"
@@ -181,25 +183,25 @@ class TensorBoardLog:
             self._writer.add_text(
                 "config", "".join(f"    {line}\n" for line in sanitize(config.read_text("utf-8")).splitlines())
             )
-        where = f"tensorboard --logdir {shlex.quote(str(self._folder))}, then {ADDRESS} in a browser"
+        where = f"tensorboard --logdir {shlex.quote(str(self._folder))}, then {URL} in a browser"
         LOG.info("%s", format_row("curves", where))
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """A step has ended."""
+        """Called after a step."""
         self._add("training", {name: value for name, value in record.items() if name not in _NOT_DRAWN}, record["step"])
         self._add("phases", record.get("phases", {}), record["step"])
 
     def on_evaluation(self, record: Mapping[str, Any]) -> None:
-        """There is a new evaluation."""
+        """Called after an evaluation."""
         self._add("evaluation", record["evaluation"], record["step"])
         self._flush()
 
     def on_save(self, path: Path) -> None:
-        """A checkpoint is written; the log is flushed."""
+        """Called after a checkpoint is written. Flushes the log."""
         self._flush()
 
     def finish(self, run: Any) -> None:
-        """The run has ended or was stopped."""
+        """Called when the run ends or is stopped."""
         self._flush()
         self._writer.close()
 
@@ -208,13 +210,13 @@ class TensorBoardLog:
         self._writer = tensorboard.SummaryWriter(str(self._folder), purge_step=purge_step)
 
     def _add(self, group: str, values: Mapping[str, Any], step: int) -> None:
-        found = [(f"{group}/{name}", value, step) for name, value in values.items() if isinstance(value, int | float)]
-        self._numbers += found
-        self._write(found)
+        numbers = [(f"{group}/{name}", value, step) for name, value in values.items() if isinstance(value, int | float)]
+        self._numbers += numbers
+        self._write(numbers)
 
     def _write(self, numbers: Sequence[tuple[str, float, int]]) -> None:
         if self._writer is None:
-            raise OSError("the log waits for the next checkpoint")
+            raise OSError("TensorBoard continues at the next checkpoint")
         try:
             for name, value, step in numbers:
                 self._writer.add_scalar(name, value, step)
@@ -234,37 +236,37 @@ class TensorBoardLog:
         self._numbers = []
 
     def _give_up(self) -> None:
-        """Ends the writer and its thread. `SummaryWriter.close` does not: it flushes first, and that raises again."""
+        """Ends the writer and its thread. `SummaryWriter.close` cannot, because it flushes first and raises an error again."""
         writer, self._writer = self._writer, None
         with contextlib.suppress(OSError):  # the disk is still full
             writer.file_writer.close()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A run's metrics for Weights & Biases (opt-in).
+# Weights & Biases, for users who ask for it.
 
 
-ID_FILE = "wandb_id.txt"  # in the run's folder, so that a continued run keeps its id
-WITHOUT_LOGIN = ("offline", "dryrun", "disabled")  # modes
-DISABLE_METADATA = ("WANDB_X_DISABLE_META", "WANDB__DISABLE_META")  # in newer and older versions of wandb
+ID_FILE = "wandb_id.txt"  # in the folder of the run, so that a run that continues keeps its id
+WITHOUT_LOGIN = ("offline", "dryrun", "disabled")  # modes of wandb that need no login
+DISABLE_METADATA = ("WANDB_X_DISABLE_META", "WANDB__DISABLE_META")  # variables of newer and of older versions of wandb
 
 
 class WandbLog:
-    """An observer that sends every training number and every evaluation. Needs the package wandb.
+    """An observer that sends every training number and every evaluation. It needs the package wandb.
 
     Args:
-        project: the project of the run.
-        **options: for `wandb.init`, such as `entity` or `mode="offline"`.
+        project: project of the run.
+        **options: arguments of `wandb.init`, such as `entity` or `mode="offline"`.
 
     Raises:
-        ValueError: no user is logged in. In a terminal, wandb asks for the key first.
+        ValueError: no user is logged in. In a terminal, wandb first asks for the API key.
     """
 
     def __init__(self, project: str = "megabatch", **options: Any) -> None:
         self._wandb: Any = extras.load("wandb", purpose="A log for Weights & Biases")
         self._project, self._options = project, options
         self._run: Any = None
-        if redact(sys.argv) != sys.argv:  # wandb stores the arguments of the process with other metadata
+        if redact(sys.argv) != sys.argv:  # wandb stores the arguments of the process in its metadata
             os.environ |= dict.fromkeys(DISABLE_METADATA, "true")
         if (options.get("mode") or os.environ.get("WANDB_MODE", "online")) not in WITHOUT_LOGIN:
             self._check_login()
@@ -274,34 +276,34 @@ class WandbLog:
             self._wandb.login()
         except self._wandb.Error as error:
             raise ValueError(
-                "--wandb must be used after a login: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to log "
-                f"into the folder of the run; got {str(error).rstrip('.')}"
+                "--wandb needs a login. Run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to log into the folder "
+                f"of the run. wandb reports: {str(error).rstrip('.')}"
             ) from error
 
     def start(self, run: Any) -> None:
-        """The run begins, or continues."""
-        known = run.folder / ID_FILE
-        identity = known.read_text("utf-8").strip() if run.first_step and known.is_file() else None
+        """Called when the run starts or continues."""
+        id_file = run.folder / ID_FILE
+        run_id = id_file.read_text("utf-8").strip() if run.first_step and id_file.is_file() else None
         settings = {"project": self._project, "name": run.folder.name, "dir": str(run.folder)}
-        settings |= {"id": identity, "resume": "allow", "config": redact(_plain(run.config))}
+        settings |= {"id": run_id, "resume": "allow", "config": redact(_plain(run.config))}
         self._run = self._wandb.init(**{**settings, **self._options})
-        known.write_text(f"{self._run.id}\n", "utf-8")
+        id_file.write_text(f"{self._run.id}\n", "utf-8")
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """A step has ended."""
+        """Called after a step."""
         numbers = {f"training/{name}": value for name, value in record.items() if name not in ("step", "phases")}
         numbers |= {f"phases/{name}": value for name, value in record.get("phases", {}).items()}
         self._run.log(numbers, step=record["step"])
 
     def on_evaluation(self, record: Mapping[str, Any]) -> None:
-        """There is a new evaluation."""
+        """Called after an evaluation."""
         self._run.log({f"evaluation/{name}": value for name, value in record["evaluation"].items()}, step=record["step"])
 
     def on_save(self, path: Path) -> None:
-        """A checkpoint is written; it is not uploaded."""
+        """Does nothing, because checkpoints are not uploaded."""
 
     def finish(self, run: Any) -> None:
-        """The run has ended or was stopped."""
+        """Called when the run ends or is stopped."""
         self._run.finish()
 
 

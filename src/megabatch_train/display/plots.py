@@ -1,4 +1,4 @@
-"""Plots with matplotlib, which is imported when a plot is drawn, and HTML pages around them."""
+"""Plots with matplotlib, and HTML pages that contain them. matplotlib is imported when a plot is drawn."""
 
 import io
 import math
@@ -15,16 +15,16 @@ from megabatch_train.display import tables
 from megabatch_train.display.tables import TextTable
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Plots with matplotlib: one look for reports, benchmarks and plans. matplotlib is imported when a plot is drawn.
+# Plots with the same style for reports, benchmarks and plans.
 #
-# A plot is a matplotlib `Figure`. `save` writes it to files, `svg` returns it for a page: its colours become the page's CSS
-# variables, so that plots follow the page's light and dark style.
+# A plot is a matplotlib `Figure`. `save` writes it to files, and `svg` returns it for a page. `svg` replaces colors with CSS
+# variables of the page, so that the plot follows the light or dark style of the page.
 
 GREEN, MINT, ORANGE, BLUE, VIOLET, OCHRE = "#0b6e4f", "#2fa37c", "#c1440e", "#2563c9", "#7a4fc4", "#b8860b"
 INK, GREY, LINE = "#17202b", "#64717f", "#e2e7ec"  # text, labels, grid
-PAPER = "#ffffff"  # behind the names of lines
+PAPER = "#ffffff"  # background of the names of lines
 PALETTE = (GREEN, ORANGE, BLUE, VIOLET, OCHRE, MINT, GREY)
-_VARIABLES = {  # of page.css
+_VARIABLES = {  # CSS variables of page.css
     GREEN: "--green",
     MINT: "--mint",
     ORANGE: "--orange",
@@ -36,7 +36,7 @@ _VARIABLES = {  # of page.css
     LINE: "--line",
     PAPER: "--card",
 }
-# Text stays text. The salt makes ids depend on the content alone, so that equal ids in one page mean equal content.
+# An SVG contains text, not outlines. The salt makes ids depend only on the content, so equal ids mean equal content.
 _SVG = {"svg.fonttype": "none", "svg.hashsalt": "megabatch"}
 _PROLOGUE = re.compile(r"^.*?(?=<svg)|<metadata>.*?</metadata>", re.DOTALL)
 
@@ -49,56 +49,56 @@ def available() -> bool:
 def figure(
     title: str, *, rows: int = 1, columns: int = 1, size: tuple[float, float] = (6.4, 4.0), about: str = ""
 ) -> tuple[Any, Any]:
-    """A figure and its (rows, columns) array of axes.
+    """Returns a figure and its array of axes with the shape (rows, columns).
 
     Args:
-        title: above the figure.
-        rows: of axes.
-        columns: of axes.
-        size: inches.
-        about: a line in small print below the title.
+        title: title above the figure.
+        rows: number of rows of axes.
+        columns: number of columns of axes.
+        size: width and height in inches.
+        about: line in a small font below the title.
     """
     module = extras.load("matplotlib.figure", purpose="A plot")
-    made = module.Figure(figsize=size, layout="constrained")
-    made.suptitle(title, color=INK)
-    grid = made.subplots(rows, columns, squeeze=False)
+    drawing = module.Figure(figsize=size, layout="constrained")
+    drawing.suptitle(title, color=INK)
+    grid = drawing.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
         axes.grid(color=LINE)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["bottom", "left"]].set_color(GREY)
         axes.tick_params(colors=GREY)
-        axes.ticklabel_format(useOffset=False)  # full values at the ticks, and no "+1.427e1" above the axis
+        axes.ticklabel_format(useOffset=False)  # ticks show full values, without an offset such as "+1.427e1" above the axis
         for text in (axes.xaxis.label, axes.yaxis.label):
             text.set_color(GREY)
         axes.title.set_color(INK)
     if about:
         grid[0, 0].set_title(about, fontsize=9, color=GREY)
-    return made, grid
+    return drawing, grid
 
 
 def panels(title: str, count: int, *, height: float = 3.2, about: str = "") -> tuple[Any, list[Any]]:
-    """A figure with one panel per row, each wide enough for the names of its lines (`label_lines`).
+    """Returns a figure and a list of panels, one per row. `label_lines` has space for names to the right of a panel.
 
     Args:
-        title: above the figure.
-        count: of panels.
-        height: of a panel, inches.
-        about: a line in small print below the title.
+        title: title above the figure.
+        count: number of panels.
+        height: height of a panel in inches.
+        about: line in a small font below the title.
     """
-    made, grid = figure(title, rows=count, size=(8.0, 0.5 + height * count), about=about)
-    return made, list(grid[:, 0])
+    drawing, grid = figure(title, rows=count, size=(8.0, 0.5 + height * count), about=about)
+    return drawing, list(grid[:, 0])
 
 
-def line(axes: Any, points: Sequence[tuple[float, float]], name: str, colour: str, **style: Any) -> None:
-    """A line with a marker at each (x, y); nothing without points. `style` is matplotlib's."""
+def line(axes: Any, points: Sequence[tuple[float, float]], name: str, color: str, **style: Any) -> None:
+    """Draws a line with a marker at each (x, y). Draws nothing if there are no points. `style` is for matplotlib."""
     if points:
         style = {"marker": "o", "markersize": 4} | style
-        axes.plot(*zip(*points, strict=True), color=colour, label=name, **style)
+        axes.plot(*zip(*points, strict=True), color=color, label=name, **style)
 
 
 def batch_axis(axes: Any, values: Sequence[int], label: str = "batch, pairs", *, most: int = 9) -> None:
-    """A logarithmic horizontal axis with ticks at the values: 512, 4k, 1M."""
+    """Makes the horizontal axis logarithmic, with at most `most` ticks at the values, such as 512, 4k, 1M."""
     ticks = sorted(set(values))
     ticks = ticks[:: 1 + len(ticks) // most]
     axes.set(xscale="log", xlabel=label)
@@ -107,7 +107,7 @@ def batch_axis(axes: Any, values: Sequence[int], label: str = "batch, pairs", *,
 
 
 def log_axis(axes: Any, which: Literal["x", "y"] = "y") -> None:
-    """A logarithmic axis with plain numbers: at 1, 10, … over many decades, at 1, 2, 5, … over few, at more within one."""
+    """Makes an axis logarithmic with plain numbers. Ticks are at 1, 10, … for many decades, and at 1, 2, 5, … for few."""
     ticker = extras.load("matplotlib.ticker", purpose="A plot")
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
@@ -120,51 +120,51 @@ def log_axis(axes: Any, which: Literal["x", "y"] = "y") -> None:
 
 
 def legend(axes: Any, **style: Any) -> None:
-    """The legend, if a line has a name. `style` is matplotlib's."""
+    """Draws the legend if a line has a name. `style` is for matplotlib."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(**{"frameon": False, "fontsize": 8, "labelcolor": INK} | style)
 
 
-LABEL_POINTS = 8  # size of a line's name
-NEAR_EDGE = 0.85  # share of the width of a panel; the name of a line that ends before it is inside the panel
+LABEL_POINTS = 8  # font size of the names of lines
+NEAR_EDGE = 0.85  # fraction of the width of a panel; a line that ends before it has its name inside the panel
 
 
 def label_lines(axes: Any) -> None:
-    """Writes the name of each line beside its end, in the line's colour, instead of a legend.
+    """Writes the name of each line next to its end, in the color of the line. The names replace a legend.
 
-    The names of lines that reach the right edge are beside the axes. They keep a distance from each other, and a thin line
-    leads from the end of a line to its name. Call this function last, because it fixes the limits of the axes.
+    If a line reaches the right edge, its name is outside the axes. These names keep a distance, and a thin line connects each
+    name with the end of its line. Call this function last, because it fixes the limits of the axes.
     """
-    named = [one for one in axes.lines if not one.get_label().startswith("_") and len(one.get_xdata())]
+    lines = [one for one in axes.lines if not one.get_label().startswith("_") and len(one.get_xdata())]
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     to_fraction = (axes.transData + axes.transAxes.inverted()).transform
-    ends = sorted(((*to_fraction(one.get_xydata()[-1]), one) for one in named), key=lambda end: end[1])
+    ends = sorted(((*to_fraction(one.get_xydata()[-1]), one) for one in lines), key=lambda end: end[1])
     rows = axes.get_subplotspec().get_gridspec().nrows
-    least = 1.25 * LABEL_POINTS / 72 / (0.75 * axes.figure.get_figheight() / rows)  # between names, in heights of a panel
+    distance = 1.25 * LABEL_POINTS / 72 / (0.75 * axes.figure.get_figheight() / rows)  # of names, in heights of a panel
     paper = {"facecolor": PAPER, "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
-    columns: dict[float, list[tuple[float, float, Any]]] = {}  # lines whose names are above one another
+    columns: dict[float, list[tuple[float, float, Any]]] = {}  # lines by the position of their names
     for end in ends:
         columns.setdefault(1.03 if end[0] >= NEAR_EDGE else round(end[0], 2) + 0.015, []).append(end)
-    for place, column in columns.items():
-        for (x, y, one), height in zip(column, _spread([y for _, y, _ in column], least), strict=True):
+    for position, column in columns.items():
+        for (x, y, one), height in zip(column, _spread([y for _, y, _ in column], distance), strict=True):
             leader = {"arrowstyle": "-", "color": one.get_color(), "alpha": 0.4, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 3}
             axes.annotate(
                 one.get_label(),
                 (x, y),
-                xytext=(place, height),
+                xytext=(position, height),
                 xycoords="axes fraction",
                 textcoords="axes fraction",
                 color=one.get_color(),
                 fontsize=LABEL_POINTS,
                 va="center",
                 annotation_clip=False,
-                arrowprops=leader if place > 1 else None,
+                arrowprops=leader if position > 1 else None,
                 bbox=paper,
             )
 
 
 def _spread(heights: Sequence[float], least: float) -> list[float]:
-    """Ascending heights, moved so that they are at least `least` apart; heights that are too close keep their mean."""
+    """Moves ascending heights so that their distance is at least `least`. Heights that are too close keep their mean."""
     groups: list[list[float]] = []
     for height in heights:
         groups.append([height])
@@ -174,20 +174,20 @@ def _spread(heights: Sequence[float], least: float) -> list[float]:
 
 
 def _lowest(group: list[float], least: float) -> float:
-    """The first of as many heights with distances of `least` that have the mean of the group."""
+    """Returns the lowest height of a group after spreading it with a distance of `least` around its mean."""
     return sum(group) / len(group) - least * (len(group) - 1) / 2
 
 
-def bars(axes: Any, values: Sequence[tuple[str, float]], form: str = "%.0f", colours: str | Sequence[str] = GREEN) -> None:
-    """A horizontal bar for each (name, value), from top to bottom, with its value beside it."""
-    drawn = axes.barh([name for name, _ in values], [value for _, value in values], color=colours)
-    axes.bar_label(drawn, fmt=form, padding=3, color=INK)
+def bars(axes: Any, values: Sequence[tuple[str, float]], form: str = "%.0f", colors: str | Sequence[str] = GREEN) -> None:
+    """Draws a horizontal bar for each (name, value), from top to bottom, with the value at its end."""
+    artists = axes.barh([name for name, _ in values], [value for _, value in values], color=colors)
+    axes.bar_label(artists, fmt=form, padding=3, color=INK)
     axes.invert_yaxis()
     axes.margins(x=0.15)
 
 
 def save(figure: Any, *paths: Path) -> None:
-    """Writes the figure to every path, in the format of its suffix."""
+    """Writes the figure to each path, in the format of the suffix."""
     matplotlib = extras.load("matplotlib", purpose="A plot")
     with matplotlib.rc_context(_SVG):
         for path in paths:
@@ -195,33 +195,33 @@ def save(figure: Any, *paths: Path) -> None:
 
 
 def svg(figure: Any, described: str) -> str:
-    """The figure as an `<svg>` element.
+    """Returns the figure as an `<svg>` element.
 
     Args:
-        figure: of `figure`.
-        described: the plot in words, for screen readers.
+        figure: figure of matplotlib.
+        described: description of the plot for screen readers.
     """
     matplotlib = extras.load("matplotlib", purpose="A plot")
     buffer = io.StringIO()
     with matplotlib.rc_context(_SVG):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    drawn = _PROLOGUE.sub("", buffer.getvalue())
-    for colour, variable in _VARIABLES.items():
-        drawn = drawn.replace(colour, f"var({variable})")
-    return drawn.replace("<svg ", f'<svg role="img" aria-label="{escape(described)}" ', 1)
+    element = _PROLOGUE.sub("", buffer.getvalue())
+    for color, variable in _VARIABLES.items():
+        element = element.replace(color, f"var({variable})")
+    return element.replace("<svg ", f'<svg role="img" aria-label="{escape(described)}" ', 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One HTML page: a title, sections, and the style sheet inside, so that the file needs no other file.
+# An HTML page with a title and sections. It contains its style sheet, so it needs no other file.
 
 
 def page(title: str, sections: Iterable[str], *, subtitle: str = "") -> str:
-    """The whole file. Empty sections are left out.
+    """Returns the HTML of a page. Skips empty sections.
 
     Args:
-        title: of the page, as text.
-        sections: HTML.
-        subtitle: a line below the title, as text.
+        title: title of the page, as text.
+        sections: HTML of the sections.
+        subtitle: line below the title, as text.
     """
     style = resources.files("megabatch_train.display").joinpath("page.css").read_text("utf-8")
     body = "\n".join(part for part in sections if part)
@@ -230,56 +230,56 @@ def page(title: str, sections: Iterable[str], *, subtitle: str = "") -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body><main>\n"
         f"<h1>{escape(title)}</h1>{faint(subtitle)}\n{body}\n"
-        f"<footer>Made by megabatch {escape(megabatch.__version__)}.</footer>\n</main></body></html>\n"
+        f"<footer>This page was made by megabatch {escape(megabatch.__version__)}.</footer>\n</main></body></html>\n"
     )
 
 
 def section(title: str, *parts: str) -> str:
-    """A heading with HTML below it; nothing if all parts are empty."""
+    """Returns a heading with parts below it, or an empty text if all parts are empty."""
     return f"<h2>{escape(title)}</h2>{''.join(parts)}" if any(parts) else ""
 
 
 def paragraph(text: str) -> str:
-    """A paragraph."""
+    """Returns a paragraph."""
     return f"<p>{escape(text)}</p>"
 
 
 def faint(text: str) -> str:
-    """A paragraph of small importance."""
+    """Returns a paragraph in a faint color."""
     return f'<p class="faint">{escape(text)}</p>' if text else ""
 
 
 def warning(text: str) -> str:
-    """A paragraph that should not be overlooked."""
+    """Returns a paragraph in a warning style."""
     return f'<div class="card warning">{escape(text)}</div>'
 
 
 def code(text: str) -> str:
-    """A block of code."""
+    """Returns a block of code."""
     return f'<pre class="card">{escape(text)}</pre>'
 
 
 def items(texts: Iterable[str]) -> str:
-    """A list."""
+    """Returns a list."""
     return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
 
 
 def tiles(values: Sequence[tuple[str, str]]) -> str:
-    """Large numbers in a row, each with its name below; the first is the most important."""
+    """Returns a row of large numbers with their names below. The first should be the most important."""
     cells = (f'<div class="card tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for value, name in values)
     return f'<div class="tiles">{"".join(cells)}</div>' if values else ""
 
 
-def table(made: TextTable) -> str:
-    """The table, with its notes below it; its title is for `section`."""
-    return made.html() + (f'<p class="notes">{escape(made.notes)}</p>' if made.notes else "")
+def table(content: TextTable) -> str:
+    """Returns the table and its notes, without its title."""
+    return content.html() + (f'<p class="notes">{escape(content.notes)}</p>' if content.notes else "")
 
 
 def figures(drawn: Iterable[tuple[str, Any]]) -> str:
-    """Plots side by side.
+    """Returns plots side by side.
 
     Args:
-        drawn: (the plot in words, matplotlib figure) of each.
+        drawn: (description, matplotlib figure) of each plot.
     """
     cells = "".join(f'<figure class="card plot">{svg(figure, described)}</figure>' for described, figure in drawn)
     return f'<div class="plots">{cells}</div>' if cells else ""

@@ -1,4 +1,4 @@
-"""A run's report: `write_report(folder)` writes report.html, one page that needs no other file."""
+"""The report of a run. `write_report(folder)` writes report.html, a page that needs no other file."""
 
 import base64
 import io
@@ -34,61 +34,63 @@ __all__ = ["write_report"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A run's curves: loss, recall, and its other metrics.
+# Curves of a run: loss, recall and other metrics.
 
 
-SIZE = (5.0, 2.9)  # inches of a plot
-DOTS = 30  # a curve of fewer points has a marker at each
+SIZE = (5.0, 2.9)  # size of a plot in inches
+DOTS = 30  # a curve with fewer points has a marker at each point
 
 
 def curves(run: SavedRun) -> str:
-    """The section with plots of all metrics that the run has; a sentence if matplotlib is missing."""
+    """Returns the section with a plot of each metric of the run, or a sentence if matplotlib is not installed."""
     title = "Training curves"
     if not run.training and not run.evaluations:
         return ""
     if not plots.available():
-        told = f"No curves: matplotlib is not installed; {extras.install_command('matplotlib')} installs it."
-        return plots.section(title, plots.faint(told))
-    drawn = [
+        message = (
+            f"There are no curves because matplotlib is not installed; {extras.install_command('matplotlib')} installs it."
+        )
+        return plots.section(title, plots.faint(message))
+    metric_plots = [
         loss(run),
         recalls(run),
         _metric(run, "Learning rate", "learning_rate"),
         _metric(run, "Scale", "scale", zero=False),
         _metric(run, "Bias", "bias", zero=False),
         _metric(run, "Gradient norm", "gradient_norm", smooth=True),
-        _metric(run, "Pairs a second", "pairs_per_second", smooth=True),
-        _metric(run, "Model FLOPs utilisation, %", "mfu", smooth=True, unit=0.01),
+        _metric(run, "Pairs per second", "pairs_per_second", smooth=True),
+        _metric(run, "Model FLOPs utilization, %", "mfu", smooth=True, unit=0.01),
         _metric(run, "Memory, GiB", "memory_bytes", unit=2.0**30),
         _phases(run),
     ]
-    return plots.section(title, plots.figures(one for one in drawn if one is not None))
+    return plots.section(title, plots.figures(one for one in metric_plots if one is not None))
 
 
 def loss(run: SavedRun) -> tuple[str, Any] | None:
-    """The loss of each step, in words and as a figure; None if there is none."""
+    """Returns the loss against the step, as a description and a figure, or None if the run has no loss."""
     return _metric(run, "Loss", "loss", zero=False, smooth=True)
 
 
 def read_metric(run: SavedRun, key: str) -> list[float]:
-    """A metric of the training steps, without missing values."""
+    """Returns the values of a metric of the training steps, without missing values."""
     return [record[key] for record in run.training if isinstance(record.get(key), int | float)]
 
 
 def smooth_curve(values: Sequence[float], window: int) -> list[float]:
-    """The mean over a window around each value, without NaN; NaN stays NaN."""
-    found = []
+    """Returns the mean over a window around each value. The mean excludes NaN, and NaN stays NaN."""
+    means = []
     for i, value in enumerate(values):
         near = [other for other in values[max(0, i - window // 2) : i + window // 2 + 1] if other == other]
-        found.append(sum(near) / len(near) if value == value else value)
-    return found
+        means.append(sum(near) / len(near) if value == value else value)
+    return means
 
 
 def _metric(
     run: SavedRun, title: str, key: str, *, zero: bool = True, smooth: bool = False, unit: float = 1.0
 ) -> tuple[str, Any] | None:
-    """A metric of the training steps against the step; with `smooth`, the values are faint behind their running mean."""
-    found = [value / unit for value in read_metric(run, key)]
-    if not found:
+    """Returns a metric against the step, as a description and a figure. With `smooth`, a line shows the running mean."""
+    finite_values = [value / unit for value in read_metric(run, key)]
+    if not finite_values:
         return None
     figure, axes = _axes(title)
     steps = [record["step"] for record in run.training]
@@ -99,23 +101,26 @@ def _metric(
         values = smooth_curve(values, window)
     _line(axes, steps, values, "", plots.BLUE)
     if zero:
-        bottom = min(0.0, *found)
-        axes.set_ylim(bottom, bottom + 1.08 * (max(found) - bottom) or 1.0)
-    return f"{title}: from {tables.short(found[0])} to {tables.short(found[-1])}", figure
+        bottom = min(0.0, *finite_values)
+        axes.set_ylim(bottom, bottom + 1.08 * (max(finite_values) - bottom) or 1.0)
+    return f"{title}: from {tables.short(finite_values[0])} to {tables.short(finite_values[-1])}", figure
 
 
 def phase_shares(run: SavedRun) -> list[tuple[str, float]]:
-    """The share of each phase of a step of the time, in per cent, largest first."""
+    """Returns the share of each phase in the time of all steps, in percent, largest first."""
     total: dict[str, float] = {}
     for record in run.training:
         for name, seconds in record.get("phases", {}).items():
             total[name] = total.get(name, 0.0) + seconds
-    whole = sum(total.values())
-    return sorted(((name, 100 * seconds / whole) for name, seconds in total.items() if whole), key=lambda pair: -pair[1])
+    all_seconds = sum(total.values())
+    return sorted(
+        ((name, 100 * seconds / all_seconds) for name, seconds in total.items() if all_seconds),
+        key=lambda pair: -pair[1],
+    )
 
 
 def _phases(run: SavedRun) -> tuple[str, Any] | None:
-    """A bar for each phase of a step."""
+    """Returns the shares of the phases as a description and a figure with bars."""
     shares = phase_shares(run)
     if not shares:
         return None
@@ -125,25 +130,28 @@ def _phases(run: SavedRun) -> tuple[str, Any] | None:
 
 
 def recalls(run: SavedRun) -> tuple[str, Any] | None:
-    """One colour for each k; the direction of the headline solid with chance level dotted, the other dashed."""
+    """Returns the recalls against the step, as a description and a figure.
+
+    Each k has a color. Lines of the headline direction are solid and have a dotted chance level. Other lines are dashed.
+    """
     last = run.evaluations[-1]["evaluation"] if run.evaluations else {}
     first = tables.headline(last)
     if first is None:
         return None
-    way = first[0].split("R@")[0]
-    names = sorted((name for name in last if tables.is_share(name)), key=lambda name: not name.startswith(way))
+    direction = first[0].split("R@")[0]
+    names = sorted((name for name in last if tables.is_share(name)), key=lambda name: not name.startswith(direction))
     shares = list(dict.fromkeys(_share(name) for name in names))
     figure, axes = _axes("Recall")
     steps = [record["step"] for record in run.evaluations]
     for name in names:
-        colour = plots.PALETTE[shares.index(_share(name)) % len(plots.PALETTE)]
+        color = plots.PALETTE[shares.index(_share(name)) % len(plots.PALETTE)]
         values = [float("nan") if (value := one["evaluation"].get(name)) is None else value for one in run.evaluations]
-        _line(axes, steps, values, tables.words(name), colour, linestyle="-" if name.startswith(way) else "--")
+        _line(axes, steps, values, tables.words(name), color, linestyle="-" if name.startswith(direction) else "--")
     for name in names:
-        if name.startswith(way) and (level := tables.chance(last, name)) is not None:
-            colour = plots.PALETTE[shares.index(_share(name)) % len(plots.PALETTE)]
-            axes.axhline(level, color=colour, linestyle=":", linewidth=1, label=f"{_share(name)} by chance")
-    axes.set_xlim(0, 1.05 * steps[-1])  # also with a single evaluation
+        if name.startswith(direction) and (level := tables.chance(last, name)) is not None:
+            color = plots.PALETTE[shares.index(_share(name)) % len(plots.PALETTE)]
+            axes.axhline(level, color=color, linestyle=":", linewidth=1, label=f"{_share(name)} by chance")
+    axes.set_xlim(0, 1.05 * steps[-1])  # a single evaluation needs limits, too
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
     plots.legend(axes, fontsize=7, handlelength=3)
@@ -158,9 +166,9 @@ def _axes(title: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _line(axes: Any, steps: Sequence[int], values: Sequence[float], name: str, colour: str, **style: Any) -> None:
+def _line(axes: Any, steps: Sequence[int], values: Sequence[float], name: str, color: str, **style: Any) -> None:
     dots = "o" if len(values) < DOTS else None
-    plots.line(axes, list(zip(steps, values, strict=True)), name, colour, marker=dots, markersize=3, **style)
+    plots.line(axes, list(zip(steps, values, strict=True)), name, color, marker=dots, markersize=3, **style)
 
 
 def _share(name: str) -> str:
@@ -168,82 +176,82 @@ def _share(name: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Search results of a model: a few queries with their best matches in the test data.
+# Search results: a few queries with their best matches in the test data.
 
 
-QUERIES = 8  # of the test data, drawn at random
-MATCHES = 8
-MOST = 2000  # candidates that are searched, to keep a large dataset fast
-MOST_READ = 10_000  # samples whose texts are read to find distinct documents
-PICTURE = 72  # side length of a drawing, in pixels
+QUERIES = 8  # number of random queries of the test data
+MATCHES = 8  # matches of each query
+MOST = 2000  # most candidates to search, so that a large dataset takes little time
+MOST_READ = 10_000  # most samples to read in order to find different documents
+PICTURE = 72  # side length of a drawing in pixels
 _SEED = 20240917
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """Queries with their matches, best first. A match is right if the data pairs it with the query."""
+    """Queries with their matches, best first. A match is correct if the data pairs it with the query."""
 
     queries: list[Shown]
     found: list[list[Found]]
-    ranks: list[int | None]  # of each query's best own match, from 1; None for a query that is not of the data
-    searched: int
-    of: int
+    ranks: list[int | None]  # retrieval rank of the best correct match of each query, from 1; None for a given query
+    searched: int  # number of candidates that were searched
+    of: int  # number of candidates in the data
 
 
 class _Candidates(NamedTuple):
-    """What a query can find."""
+    """The candidates of a search."""
 
-    samples: list[int]  # in random order; one sample for each candidate, whichever samples have it
-    pairs: list[tuple[str, int]]  # a query, and the sample that stands for its match
+    samples: list[int]  # one sample for each candidate, in random order
+    pairs: list[tuple[str, int]]  # (query, sample of its match)
     of: int  # number of candidates in the data
 
 
 def gallery(pair: Pair, dataset: Dataset, drawn: Dataset, queries: Sequence[str] = ()) -> Gallery:
-    """Searches for the given queries, then for queries of the data: captions find images, and queries find documents.
+    """Searches for the given queries, then for queries of the data. Captions find images, and queries find documents.
 
     Args:
         pair: the model.
-        dataset: samples to search, as the model sees them.
-        drawn: the same samples as they are shown, which may be larger.
+        dataset: samples to search, in the image size of the model.
+        drawn: the same samples for display, whose images can be larger.
         queries: texts to search for first.
     """
     side = choose_side(dataset)
     candidates = _images(dataset) if side == 0 else _documents(dataset)
     if not candidates.samples:
-        raise ValueError("dataset must have a sample that can be read, got none")
+        raise ValueError("dataset must have at least one sample that can be read, got none")
     embeddings = embed(pair.towers[side], dataset, side, candidates.samples)
     usable = dataset.usable(candidates.samples)
-    samples = [index for index, good in zip(candidates.samples, usable.tolist(), strict=True) if good]
-    places = {index: place for place, index in enumerate(samples)}
-    right: dict[str, list[int]] = {}  # query → places of its matches
+    samples = [index for index, is_usable in zip(candidates.samples, usable.tolist(), strict=True) if is_usable]
+    position_of = {index: position for position, index in enumerate(samples)}
+    matches_of: dict[str, list[int]] = {}  # query → positions of its matches
     for query, index in candidates.pairs:
-        if index in places:
-            right.setdefault(query, []).append(places[index])
-    texts = [*queries, *list(right)[:QUERIES]]
+        if index in position_of:
+            matches_of.setdefault(query, []).append(position_of[index])
+    texts = [*queries, *list(matches_of)[:QUERIES]]
     if not texts or not samples:
-        raise ValueError("dataset must have a sample that can be read, got none")
+        raise ValueError("dataset must have at least one sample that can be read, got none")
     encoded, embeddings = encode(pair.towers[1 - side], texts), embeddings[usable.to(embeddings.device)]
     matches, similarities = search(encoded, embeddings, k=MATCHES), encoded @ embeddings.T
-    found, ranks = [], []
+    results, ranks = [], []
     for number, (scores, indices) in enumerate(zip(matches.scores.tolist(), matches.indices.tolist(), strict=True)):
-        own = None if number < len(queries) else right[texts[number]]
+        correct = None if number < len(queries) else matches_of[texts[number]]
         row = [
-            _match(drawn, side, samples[place], score, None if own is None else place in own)
-            for score, place in zip(scores, indices, strict=True)
+            _match(drawn, side, samples[position], score, None if correct is None else position in correct)
+            for score, position in zip(scores, indices, strict=True)
         ]
-        found.append([match for match in row if match is not None])
-        ranks.append(None if own is None else _rank(similarities[number], own))
-    return Gallery(list(texts), found, ranks, len(samples), candidates.of)
+        results.append([match for match in row if match is not None])
+        ranks.append(None if correct is None else _rank(similarities[number], correct))
+    return Gallery(list(texts), results, ranks, len(samples), candidates.of)
 
 
 def choose_side(dataset: Dataset) -> int:
-    """The side of the data that a text finds: the images of captions, or the documents of queries."""
+    """Returns the side to search for texts: the images of captions, or the documents of queries."""
     return 0 if dataset.sides[0] == IMAGE else 1
 
 
-def _rank(similarities: Tensor, right: list[int]) -> int:  # (M,)
-    """The retrieval rank of the best of the right samples, from 1."""
-    return int((similarities > similarities[right].max()).sum()) + 1
+def _rank(similarities: Tensor, correct: list[int]) -> int:  # (M,)
+    """Returns the retrieval rank of the best correct sample, from 1."""
+    return int((similarities > similarities[correct].max()).sum()) + 1
 
 
 def _shuffle(dataset: Dataset) -> list[int]:
@@ -251,7 +259,7 @@ def _shuffle(dataset: Dataset) -> list[int]:
 
 
 def _images(dataset: Dataset) -> _Candidates:
-    """An image with five captions is one candidate, with the caption of one sample."""
+    """Returns the images as candidates. An image with several captions is one candidate, with the caption of one sample."""
     order, items = _shuffle(dataset), dataset.items()
     if items is not None:
         order = list(dict(zip(items[order].tolist(), order, strict=True)).values())
@@ -261,43 +269,44 @@ def _images(dataset: Dataset) -> _Candidates:
 
 
 def _documents(dataset: Dataset) -> _Candidates:
-    """A document of several queries is one candidate, and a query may have several documents."""
+    """Returns the documents as candidates. A document of several queries is one candidate, and a query can have several."""
     order = _shuffle(dataset)
-    kept: dict[str, int] = {}  # document → its sample
+    sample_of: dict[str, int] = {}  # document → its sample
     pairs: list[tuple[str, int]] = []
     for index in order[:MOST_READ]:
         query, document = (read_or_none(dataset, index, side) for side in (0, 1))
         if query is not None and document is not None:
-            pairs.append((query, kept.setdefault(document, index)))
-    samples = list(kept.values())[:MOST]
-    return _Candidates(samples, pairs, len(kept) if len(order) <= MOST_READ else len(order))
+            pairs.append((query, sample_of.setdefault(document, index)))
+    samples = list(sample_of.values())[:MOST]
+    return _Candidates(samples, pairs, len(sample_of) if len(order) <= MOST_READ else len(order))
 
 
-def _match(drawn: Dataset, side: int, index: int, score: float, right: bool | None) -> Found | None:
+def _match(drawn: Dataset, side: int, index: int, score: float, is_correct: bool | None) -> Found | None:
     shown, query = read_or_none(drawn, index, side), read_or_none(drawn, index, 1 - side)
     if shown is None or query is None:
         return None
-    return Found(shown, query if drawn.sides[side] == IMAGE else drawn.name(index), score, right)
+    return Found(shown, query if drawn.sides[side] == IMAGE else drawn.name(index), score, is_correct)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The page of a run: key numbers, curves, evaluation, search results, command and configuration.
+# The page: key numbers, curves, evaluation, search results, command and configuration.
 
 
 NAME = "report.html"
-PICTURE_LIMIT = 160  # pixels: photographs are scaled down to this side length
+PICTURE_LIMIT = 160  # side length in pixels to which photographs are scaled down
 
 
 def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Callable[[Path], Pair] | None = load_saved) -> Path:
-    """Writes report.html into a run's folder and returns its path.
+    """Writes report.html into the folder of a run and returns its path.
 
-    Reads the files in the folder and, for the gallery, the test data. A missing file leaves its section out.
+    Reads the files in the folder. For the search results it also reads the test data. If a file is missing, its section is
+    missing.
 
     Args:
-        folder: the run's folder.
-        queries: texts to search for in the gallery, before queries of the test data.
-        load: returns the model of the folder (default: `model.safetensors`); "megabatch report" takes a newer checkpoint. None
-            leaves the gallery out.
+        folder: folder of the run.
+        queries: texts to search for before the queries of the test data.
+        load: function that returns the model of the folder (default: `model.safetensors`). `megabatch report` passes a function
+            that prefers a newer checkpoint. None excludes the search results.
 
     Example: `write_report("runs/emoji", ["smiling cat"])`
     """
@@ -311,7 +320,7 @@ def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Calla
         _evaluation(run),
         "" if load is None else _gallery(run, queries, load),
         _setting(run),
-        _again(run),
+        _command_and_config(run),
         _credits(run),
     ]
     text = plots.page(run.folder.resolve().name, sections, subtitle=_subtitle(run))
@@ -339,37 +348,46 @@ def _tiles(run: SavedRun) -> str:
         last = run.training[-1]
         tiles.append((tables.short(last.get("loss")), "final loss"))
         if last.get("pairs"):
-            took = f" in {tables.duration(last['seconds'])}" if last.get("seconds") else ""
-            tiles.append((tables.count(last["pairs"]), f"pairs{took}"))
+            duration = f" in {tables.duration(last['seconds'])}" if last.get("seconds") else ""
+            tiles.append((tables.count(last["pairs"]), f"pairs{duration}"))
         if speeds := read_metric(run, "pairs_per_second"):
-            tiles.append((tables.count(statistics.median_high(speeds)), "pairs a second"))
+            tiles.append((tables.count(statistics.median_high(speeds)), "pairs per second"))
         if memory := read_metric(run, "memory_bytes"):
             tiles.append((tables.size(max(memory)), "peak memory"))
     return plots.tiles(tiles)
 
 
 def _warnings(run: SavedRun) -> str:
-    lost = [record["step"] for record in run.training if record.get("loss") is None]
+    bad_steps = [record["step"] for record in run.training if record.get("loss") is None]
     if not run.training:
-        return plots.warning("The folder has no metrics.jsonl with training steps, so there are no curves.")
-    told = [f"The loss was not finite at {len(lost)} steps, first at step {lost[0]}; the curve has gaps there."] if lost else []
-    return "".join(map(plots.warning, (*told, *run.problems)))
+        return plots.warning("There are no curves because the folder has no metrics.jsonl with training steps.")
+    messages = (
+        [f"The loss was not finite at {len(bad_steps)} steps, first at step {bad_steps[0]}. The curve has gaps there."]
+        if bad_steps
+        else []
+    )
+    return "".join(map(plots.warning, (*messages, *run.problems)))
 
 
 def _evaluation(run: SavedRun) -> str:
-    """The last evaluation."""
+    """Returns the section with the last evaluation."""
     if not run.evaluations:
         return ""
     last, best = run.evaluations[-1], run.best
     title, table = f"Evaluation after step {tables.count(last['step'])}", plots.table(tables.table(last["evaluation"]))
     if not best or best["step"] == last["step"]:
         return plots.section(title, table)
-    told = f"The best evaluation was after step {tables.count(best['step'])}: {tables.tell(best['metric'], best['value'])}. "
-    return plots.section(title, table, plots.paragraph(f"{told}The folder {BEST}/ holds the weights of that step."))
+    sentence = (
+        f"The best evaluation was after step {tables.count(best['step'])}: {tables.tell(best['metric'], best['value'])}. "
+    )
+    return plots.section(title, table, plots.paragraph(f"{sentence}The folder {BEST}/ contains the weights of that step."))
 
 
 def setting(run: SavedRun) -> TextTable | None:
-    """Date, hardware, versions, sizes and time: what a citation of the numbers needs; None if the run has not written them."""
+    """Returns a table of date, hardware, versions, sizes and time, which readers need to judge the numbers.
+
+    Returns None if the run has not written them.
+    """
     about, machine = run.environment, run.environment.get("machine", {})
     if not about:
         return None
@@ -401,48 +419,50 @@ def setting(run: SavedRun) -> TextTable | None:
         ("time", "" if seconds is None else tables.duration(seconds)),
         ("time by phase", ", ".join(f"{name} {share:.1f} %" for name, share in phases)),
     ]
-    return TextTable(["", ""], [[name, told] for name, told in rows if told], names=(1,))
+    return TextTable(["", ""], [[name, value] for name, value in rows if value], names=(1,))
 
 
 def _setting(run: SavedRun) -> str:
-    found = setting(run)
-    return "" if found is None else plots.section("Setting", plots.table(found))
+    table = setting(run)
+    return "" if table is None else plots.section("Setting", plots.table(table))
 
 
 def _gallery(run: SavedRun, queries: Sequence[str], load: Callable[[Path], Pair]) -> str:
     title = "Search results"
     if run.test_data is None:
-        return plots.section(title, plots.faint("Not shown: the run has no data."))
+        return plots.section(title, plots.faint("There are no search results because the run has no data."))
     try:
         pair = load(run.folder)
-        small = run.test_set(size=image_size(pair.name, pair.options))
+        test_set = run.test_set(size=image_size(pair.name, pair.options))
         LOG.info("data of the search results: %s, %s", sanitize(run.test_data[0]), run.test_data_is)
-        found = gallery(pair, small, run.test_set(size=PICTURE) if run.test_data[0] == "emoji" else small, queries)
+        results = gallery(pair, test_set, run.test_set(size=PICTURE) if run.test_data[0] == "emoji" else test_set, queries)
     except (OSError, ValueError, ImportError) as error:
-        return plots.section(title, plots.faint(f"Not shown: {sanitize(str(error))}"))
-    texts = choose_side(small) == 1
-    told = (
-        f"The best matches among {found.searched:,}"
-        + (f" of {found.of:,}" if found.searched < found.of else "")
+        return plots.section(title, plots.faint(f"There are no search results because of an error: {sanitize(str(error))}"))
+    texts = choose_side(test_set) == 1
+    description = (
+        f"A row shows the best matches among {results.searched:,}"
+        + (f" of {results.of:,}" if results.searched < results.of else "")
         + f" {'documents' if texts else 'images'} of {sanitize(run.test_data[0])}"
         + (f", {run.test_data[1]} split" if run.test_data[1] else ", the training data" if run.tests_on_training_data else "")
         + ", with their similarity. "
         + ("After the given queries, queries are" if queries else "Queries are")
-        + f" {'queries of the data' if texts else 'captions'} drawn at random; a green frame marks "
-        + f"{'a document that belongs to the query' if texts else 'the image that a caption belongs to'}. By chance its rank "
-        + f"would be {(found.searched + 1) // 2:,}."
+        + f" random {'queries of the data' if texts else 'captions'}. A green frame marks "
+        + f"{'a document that belongs to the query' if texts else 'the image that a caption belongs to'}. Its rank by chance "
+        + f"would be {(results.searched + 1) // 2:,}."
     )
-    return plots.section(title, plots.faint(told), _rows(found))
+    return plots.section(title, plots.faint(description), _rows(results))
 
 
-def _rows(found: Gallery) -> str:
+def _rows(results: Gallery) -> str:
     rows = []
-    for query, matches, rank in zip(found.queries, found.found, found.ranks, strict=True):
-        told = "" if rank is None else f' <span class="score">own match at rank {rank:,} of {found.searched:,}</span>'
+    for query, matches, rank in zip(results.queries, results.found, results.ranks, strict=True):
+        rank_text = (
+            "" if rank is None else f' <span class="score">correct match at rank {rank:,} of {results.searched:,}</span>'
+        )
         texts = " texts" if matches and isinstance(matches[0].shown, str) else ""
         cells = "".join(_page_match(match) for match in matches)
         rows.append(
-            f'<section class="card query"><h3>{_query(query)}{told}</h3><div class="found{texts}">{cells}</div></section>'
+            f'<section class="card query"><h3>{_query(query)}{rank_text}</h3><div class="found{texts}">{cells}</div></section>'
         )
     return "".join(rows)
 
@@ -464,13 +484,13 @@ def _page_match(match: Found) -> str:
 def _picture(image: Any) -> str:
     picture = to_pillow(image)
     picture.thumbnail((PICTURE_LIMIT, PICTURE_LIMIT))
-    room = io.BytesIO()
+    buffer = io.BytesIO()
     kind = "png" if max(image.shape[1:]) <= PICTURE else "jpeg"  # PNG keeps drawings sharp, JPEG keeps photographs small
-    picture.save(room, format=kind.upper())
-    return f"data:image/{kind};base64,{base64.b64encode(room.getvalue()).decode()}"
+    picture.save(buffer, format=kind.upper())
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _again(run: SavedRun) -> str:
+def _command_and_config(run: SavedRun) -> str:
     parts = [plots.code(sanitize(text)) for text in (run.command, run.config_text.strip()) if text]
     missing = plots.faint("The folder has neither command.txt nor config.toml.")
     return plots.section("Command and configuration", *(parts or [missing]))
@@ -480,14 +500,14 @@ def _credits(run: SavedRun) -> str:
     named = [run.training_data, *([run.test_data[0]] if run.test_data else [])]
     credits = dict.fromkeys(credit for spec in named for credit in data.credits(spec))
     others = dict.fromkeys(spec for spec in named if spec and not data.credits(spec))
-    lines = [*credits, *(f"{sanitize(spec)}: owners and licence unknown." for spec in others)]
+    lines = [*credits, *(f"{sanitize(spec)}: owners and license are unknown." for spec in others)]
     return plots.section("Data", plots.items(lines)) if lines else ""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The report of a run that goes on: an observer that writes the page every few minutes, without search results.
+# The report of a run that continues. An observer writes the page every few minutes, without search results.
 
-EVERY = 300.0  # seconds between two pages: drawing one takes about a second of the training thread
+EVERY = 300.0  # seconds between two pages, because a page takes about a second of the training thread
 
 
 class LiveReport:
@@ -497,7 +517,7 @@ class LiveReport:
         self._folder, self._written, self._works = Path(), 0.0, True
 
     def start(self, run: Any) -> None:
-        """The run begins; its first page comes after `EVERY` seconds."""
+        """Called when the run starts. The first page is written after `EVERY` seconds."""
         self._folder, self._written = run.folder, time.monotonic()
         LOG.info("%s", format_row("report", f"{self._folder / NAME}, written every {EVERY / 60:.0f} minutes"))
 
@@ -505,15 +525,15 @@ class LiveReport:
         """Does nothing."""
 
     def on_evaluation(self, record: dict[str, Any]) -> None:
-        """There is a new evaluation."""
+        """Called after an evaluation. Writes the page."""
         self._write()
 
     def on_save(self, path: Path) -> None:
-        """There is a new checkpoint."""
+        """Called after a checkpoint. Writes the page."""
         self._write()
 
     def finish(self, run: Any) -> None:
-        """Does nothing: the last page, with search results, is written after the run."""
+        """Does nothing, because the last page, with search results, is written after the run."""
 
     def _write(self) -> None:
         if not self._works or time.monotonic() - self._written < EVERY:
@@ -522,7 +542,7 @@ class LiveReport:
         try:
             write_report(self._folder, load=None)
         except OSError:
-            raise  # a full disk: the run tries again
-        except Exception as error:  # a page is not worth a run
+            raise  # the disk may be full, and the run tries again
+        except Exception as error:  # an error of the page must not stop the run
             self._works = False
-            LOG.warning("the report is not written while the run goes on: %s", error)
+            LOG.warning("the report is written only after the run, because of an error: %s", error)
