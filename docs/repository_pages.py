@@ -12,6 +12,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = (
@@ -23,6 +24,7 @@ OUTSIDE = (
     "examples/*.py",
 )
 LINK = re.compile(r"(\]\()([^)#\s]+)")  # up to an anchor, which stays
+REMOTE_WORKER = "https://unpkg.com/iframe-worker/shim"
 NAMED = re.compile(r"(?<![\w/>\"])docs/(\w+\.md)")  # in a sentence, not in code
 
 
@@ -64,3 +66,13 @@ def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files
         return f'<a href="{file.url_relative_to(page.file)}">{file.page.title}</a>'
 
     return NAMED.sub(linked, html)
+
+
+def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
+    """Replaces the remote script with which the theme searches pages that are opened as files."""
+    return output.replace(REMOTE_WORKER, get_relative_url("frame_worker.js", page.url))
+
+
+def on_post_template(output: str, *, template_name: str, config: MkDocsConfig) -> str:
+    """Replaces the same script in the error page, which is not a page of the navigation."""
+    return output.replace(REMOTE_WORKER, "frame_worker.js")

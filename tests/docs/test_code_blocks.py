@@ -28,6 +28,7 @@ NEEDS = {
     "integrations": ("open_clip", "accelerate", "lightning", "transformers"),
     "sentence_transformers": ("sentence_transformers", "datasets", "accelerate"),
     "runs": ("open_clip", "sentence_transformers"),
+    "tutorial_text": ("sentence_transformers",),
 }
 AROUND = {"README": "group", "cached": "group", "ring": "group", "many_gpus": "launched"}  # fixtures
 PYTHON = [path for path in code_blocks.FILES if any(block.language == "python" for block in code_blocks.blocks(path))]
@@ -74,12 +75,24 @@ def runs(folder, monkeypatch):
     monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "ViT-B-32", config)
     towers.save(towers.load("small"), folder / "runs/emoji")
     towers.save(towers.load("open_clip:ViT-B-32"), folder / "runs/flickr")
-    bert = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    (folder / "config.json").write_text(json.dumps({**bert, "vocab_size": 9}))
-    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\nmoon\n")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
-    towers.save(towers.load(f"hf-config:{folder}", ("text", "text")), folder / "runs/qa")
+    save_text_model(folder, folder / "runs/qa")
     return {}
+
+
+def tutorial_text(folder, monkeypatch):
+    """The exported model, in tiny."""
+    save_text_model(folder, folder / "finetuned")
+    return {}
+
+
+def save_text_model(config, output):
+    from megabatch_train import towers
+
+    bert = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    (config / "config.json").write_text(json.dumps({**bert, "vocab_size": 9}))
+    (config / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\nmoon\n")
+    (config / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    towers.save(towers.load(f"hf-config:{config}", ("text", "text")), output)
 
 
 def test_links_of_the_readme_are_whole_addresses_of_files():
@@ -150,7 +163,13 @@ def integrations(folder, monkeypatch):
     }
 
 
-PREPARED = {"integrations": integrations, "runs": runs, "training": training, "sentence_transformers": sentence_transformers}
+PREPARED = {
+    "integrations": integrations,
+    "runs": runs,
+    "training": training,
+    "sentence_transformers": sentence_transformers,
+    "tutorial_text": tutorial_text,
+}
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=lambda path: path.stem)
