@@ -86,6 +86,12 @@ def test_faults_of_the_program_have_a_hint_and_files_a_sentence(pairs, capsys, m
     assert told[1] == "set MEGABATCH_TRACEBACK=1 for the traceback"
 
 
+def test_deeply_nested_json_is_told_in_a_line(pairs, capsys, monkeypatch):
+    monkeypatch.setattr("megabatch_train.data.load.load", lambda *arguments, **options: json.loads("[" * 200_000))
+    assert call() == 1
+    assert capsys.readouterr().err.startswith("megabatch train: a JSON or TOML file is nested too deeply")
+
+
 def test_a_missing_pillow_is_told_in_a_line(pairs, capsys, monkeypatch):
     (pairs / "images.csv").write_text("image,caption\n" + "\n".join(f"{word}.png,{word}" for word in WORDS))
     monkeypatch.setitem(sys.modules, "PIL", None)

@@ -81,6 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _is_expected(error):
             print("set MEGABATCH_TRACEBACK=1 for the traceback", file=sys.stderr)
         return 1
+    except RecursionError:
+        if os.environ.get("MEGABATCH_TRACEBACK"):
+            raise
+        tell(f"megabatch {command_name}: a JSON or TOML file is nested too deeply; MEGABATCH_TRACEBACK=1 names it", sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"megabatch {command_name or ''}".rstrip() + ": stopped by Ctrl-C", file=sys.stderr)
         return 128 + signal.SIGINT

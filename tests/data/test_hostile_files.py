@@ -61,6 +61,23 @@ def test_a_pipe_and_a_device_in_a_table(tmp_path):
             table.read(index, 0)
 
 
+@pytest.mark.parametrize("name", ["pairs.csv", "pairs.jsonl", "pairs.parquet"])
+def test_a_table_that_is_a_pipe_or_a_device(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(OSError, match="it is not a regular file"):
+        Table(tmp_path / name)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="it is not a regular file"):
+        Table(tmp_path / name)
+
+
+def test_a_shard_that_is_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe.tar")
+    with pytest.raises(ValueError, match="it is not a regular file"):
+        Shards(tmp_path / "pipe.tar")
+
+
 def test_a_pipe_in_a_folder_of_classes(tmp_path):
     (tmp_path / "cats").mkdir()
     os.mkfifo(tmp_path / "cats" / "a.png")

@@ -152,6 +152,18 @@ def test_a_name_in_a_model_file_loads_nothing(run, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [{"attn_implementation": "evil/kernels"}, {"text_config": {"_attn_implementation": {"": "evil/kernels@main:run"}}}],
+)
+def test_kernels_of_a_repository_need_a_flag(tmp_path, config):
+    pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **config}))
+    for spec in (f"hf:{tmp_path}", f"hf-config:{tmp_path}"):
+        with pytest.raises(ValueError, match=r"names the kernels of 'evil/kernels.*--trust-remote-code downloads and runs"):
+            towers.load(spec, ("text", "text"))
+
+
 def test_code_of_a_transformers_folder_needs_a_flag(tmp_path, monkeypatch):
     pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -518,6 +518,12 @@ def identity(path: Place) -> tuple[str, str, int]:
     return hashlib.blake2b(where.encode(), digest_size=12).hexdigest(), version, size
 
 
+def check_regular(path: Place) -> None:
+    """Raises an `OSError` if a path is a pipe, which would block, or a device, which may have no end."""
+    if isinstance(path, Path) and not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
 def read_file(path: Place) -> bytes:
     """Returns the contents of a file that a table or a folder names.
 
@@ -527,8 +533,7 @@ def read_file(path: Place) -> bytes:
     """
     if isinstance(path, Url):
         return path.read_bytes()
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    check_regular(path)
     # Opening does not block, because a few files in /proc are regular and would block.
     with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
         data = file.read(MOST_BYTES + 1) or b""

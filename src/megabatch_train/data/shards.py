@@ -24,7 +24,7 @@ from torch import Tensor
 from megabatch_train.data import images
 from megabatch_train.data import paths as cache
 from megabatch_train.data.dataset import Dataset, ReadingProgress, UnreadableSampleError, text_id
-from megabatch_train.data.paths import OpenFiles, Place, RemoteError, Url, expand_pattern, identity
+from megabatch_train.data.paths import OpenFiles, Place, RemoteError, Url, check_regular, expand_pattern, identity
 from megabatch_train.data.rows import parse_json
 from megabatch_train.names import sanitize
 
@@ -151,6 +151,7 @@ def _all_contents(paths: list[Place], folder: Path) -> Iterator[tuple[Place, _Co
 def _contents(path: Place, folder: Path) -> _Contents:
     """Returns the index and the problems of one shard. They are cached until the file changes."""
     try:
+        check_regular(path)
         name, version, size = identity(path)
     except RemoteError:
         raise

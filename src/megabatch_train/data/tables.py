@@ -16,7 +16,17 @@ from torch import Tensor
 from megabatch import extras
 from megabatch_train.data import images
 from megabatch_train.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError, number_values, relate
-from megabatch_train.data.paths import OpenFiles, Place, RemoteError, Url, expand_pattern, is_url, place, read_file
+from megabatch_train.data.paths import (
+    OpenFiles,
+    Place,
+    RemoteError,
+    Url,
+    check_regular,
+    expand_pattern,
+    is_url,
+    place,
+    read_file,
+)
 from megabatch_train.data.rows import (
     CaptionedImages,
     Embedded,
@@ -422,6 +432,7 @@ def _source(path: Place, encoding: str) -> RowSource:
         raise FileNotFoundError(f"No such file: {path}")
     if path.suffix not in TABLES:
         raise ValueError(f"a table must end in {', '.join(TABLES)}, got {path}")
+    check_regular(path)
     return ParquetRows(path) if path.suffix == ".parquet" else TextRows(path, encoding)
 
 

@@ -226,6 +226,7 @@ def read_configs(spec: str) -> list[Any]:
     configs = []
     for part in _parts(name):
         try:
+            _check_kernels(part, local_files_only=True)
             configs.append(transformers.AutoConfig.from_pretrained(part, local_files_only=True, trust_remote_code=False))
         except OSError as error:
             raise ValueError(
@@ -385,7 +386,9 @@ def _locate(part: str, *, absolute: bool) -> str:
 def _download(name: str, lora: LoraConfig | None, sentences: SentenceModel | None) -> _ModelParts:
     transformers = extras.load("transformers", purpose=PURPOSE)
     options: dict[str, Any] = {"trust_remote_code": allows_remote_code()}
-    options |= {"subfolder": sentences.subfolder} if sentences is not None and sentences.subfolder else {}
+    place = {"subfolder": sentences.subfolder} if sentences is not None and sentences.subfolder else {}
+    options |= place
+    _check_kernels(name, **place)
     if lora is None:
         model = transformers.AutoModel.from_pretrained(name, **options).float()  # small updates need float32
     else:
@@ -414,8 +417,31 @@ def _config(folder: Path) -> Any:
     transformers = extras.load("transformers", purpose=PURPOSE)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model must be a folder with a config.json, got {str(folder)!r}")
+    _check_kernels(folder, local_files_only=True)
     allowed = allows_remote_code()
     return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=allowed)
+
+
+def _check_kernels(name: str | Path, **options: Any) -> None:
+    """Raises if a config names the repository of a kernel, because transformers would download the kernel and run its code."""
+    if allows_remote_code():
+        return
+    transformers = extras.load("transformers", purpose=PURPOSE)
+    content, _ = transformers.PretrainedConfig.get_config_dict(name, **options)
+    if repositories := [text for text in _implementations(content) if "/" in text]:
+        raise ValueError(
+            f"{name} must be a model without custom code, got one whose config names the kernels of {repositories[0]!r}: "
+            "--trust-remote-code downloads and runs them with all rights of your user account"
+        )
+
+
+def _implementations(value: Any, key: str = "") -> Iterator[str]:
+    """Yields the values of keys such as "attn_implementation", also in nested dictionaries."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _implementations(part, key if key.endswith("_implementation") else str(name))
+    elif isinstance(value, str) and "_implementation" in key:
+        yield value
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import os
+import pickle
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -280,6 +281,15 @@ def read_sharded(folder: Path, state: dict[str, Any]) -> None:
             planner.commit_tensor(item, target)
 
 
+def _load_state(path: Path, **options: Any) -> Any:
+    try:
+        return torch.load(path, weights_only=True, **options)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} must be a state that megabatch wrote, got a damaged file, or a file with code, which was not run"
+        ) from error
+
+
 def assemble_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Returns the tensors whose names begin with the prefix, assembled from the parts of all ranks. Removes the prefix."""
     manifest = _read_shard_manifest(folder)
@@ -328,6 +338,8 @@ def _read_shard_manifest(folder: Path) -> dict[str, Any]:
             "version that wrote the checkpoint"
         )
     manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    if not isinstance(manifest, dict) or "tensors" not in manifest:
+        raise ValueError(f"{path} must list the tensors of the checkpoint, got another JSON file; the checkpoint is damaged")
     return manifest
 
 
@@ -438,13 +450,13 @@ class State:
         path = folder / _state_of_rank(self._world.rank)
         is_complete = self._world.sum([path.is_file()])[0] == self._world.size
         if is_complete:
-            _restore(torch.load(path, weights_only=True), self._world.device)
+            _restore(_load_state(path), self._world.device)
         return is_complete
 
     def _read_unsharded(self, folder: Path) -> None:
         if self._sharded:
             raise ValueError(f'parallel must be "ddp" to continue from {folder}, which is not sharded, got "fsdp"')
-        state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+        state = _load_state(folder / OPTIMIZER, map_location="cpu")
         if "model" in state:  # older versions wrote the weights into the same file
             model, average = state["model"], state["average"]
         else:
