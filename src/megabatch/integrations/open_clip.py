@@ -54,7 +54,8 @@ class CausalTexts:
     def of(cls, model: Any) -> "CausalTexts | None":
         """Returns the text side of a model, or None if texts may not be truncated.
 
-        These are models that pool another token, attend in both directions, or use a transformers model.
+        Texts may not be truncated if the model does not pool the end token, attends in both directions, or has a text encoder
+        of transformers.
         """
         parts = getattr(model, "text", model)  # CustomTextCLIP has a module for it
         prefix = "text_" if parts is model else ""

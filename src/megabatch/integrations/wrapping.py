@@ -71,7 +71,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 def route_through_wrappers(towers: Towers, model: Any) -> list[tuple[Callable[..., Any], Any]]:
-    """Returns the pairs with towers that are called through the wrapper of the model to which they belong.
+    """Returns the pairs. A tower that is a part of `model` becomes a function that calls it through its wrappers.
 
     Args:
         towers: pairs (tower, inputs), as for `cached_backward`. A tower may be the module in `model`, a part of this module or

@@ -77,7 +77,7 @@ def _gradient_strip_kernel(
     limit,  # (N,) or None
     row_weight,  # (N,), or None for 1
     col_weight,  # (M,)
-    row_cap,  # (N,) the sum of the row, because no term of a sum is larger than the sum
+    row_cap,  # (N,) upper limit of the terms of the row: the sum of the row
     col_cap,  # (M,)
     row_shift,  # (N,) the row's own shift, or −inf if the shift is C
     col_shift,  # (M,)

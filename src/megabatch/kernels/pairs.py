@@ -327,11 +327,11 @@ def _sigmoid_matches_kernel(
 
 
 class SigmoidVectors(NamedTuple):
-    """All vectors of the pairs, in one allocation. Weights and gradients are stored times the unit."""
+    """All vectors of the pairs, in one allocation. Weights and gradients are multiplied by the unit."""
 
     buffer: Tensor  # (7, stride) the memory of the vectors below
     offset: Tensor  # (N,) the bias
-    weight: Tensor  # (N,) the weight of the loss of each row, which is the unit
+    weight: Tensor  # (N,) the weight of the loss of each row: 1, multiplied by the unit
     losses: Tensor  # (N,) softplus(−s_ii), to which strips add the softplus of the other pairs of the row
     dbias: Tensor  # (N,) the gradient of the bias from s_ii, to which strips add the gradient from the other pairs of the row
     constants: Tensor  # (stride,) its first four numbers are `Operands.exponent_scale`

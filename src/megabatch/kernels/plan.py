@@ -108,9 +108,9 @@ _MAXSIM_WIDE = KernelTile(rows=128, columns=128, dims=64, warps=8, stages=3)  # 
 _MAXSIM_TF32 = KernelTile(rows=128, columns=64, dims=64, warps=8, stages=2)
 _MAXSIM_FLOAT32 = KernelTile(rows=64, columns=64, dims=64, warps=4, stages=2)
 _MAXSIM_SMALL = KernelTile(rows=64, columns=64, dims=64, warps=4, stages=2)
-# The gradient of documents: vectors of a part of a document × query vectors of its list in each step. H200, bf16, 1,024 queries
-# of 128 vectors with documents of 1,024 vectors / queries of 32 vectors with documents of 128, forward + backward in ms: 64×128
-# 105.5 / 7.3, 64×64 111.6 / 8.5, 128×64 110.2 / 8.9.
+# The gradient of documents. Rows are vectors of one part of a document. Columns are the query vectors that one step reads from
+# the list of this part. H200, bf16, forward + backward in ms, first with 1,024 queries of 128 vectors and documents of 1,024
+# vectors, then with queries of 32 and documents of 128: 64×128 105.5 and 7.3, 64×64 111.6 and 8.5, 128×64 110.2 and 8.9.
 _MAXSIM_LISTED = KernelTile(rows=64, columns=128, dims=128, warps=4, stages=3)
 _MAXSIM_LISTED_FLOAT32 = KernelTile(rows=64, columns=32, dims=64, warps=4, stages=2)
 MAXSIM_LIST_ENTRIES = 2**25  # largest number of entries in the lists of one launch: 128 MiB
@@ -192,11 +192,13 @@ def hopper_tile(block: Block, task: str) -> HopperTile | None:
     - D = 1024: 684 / 661 / 722 with 6 steps, 693 / 639 / 743 with 5, and 675 / 680 / 757 with 4.
     - Twice as many slots with half the dims: 631 / 531 / 684 at D = 512, and 0.85 of the values above at D = 768.
 
-    Large D. 64k pairs, forward + backward, ms by the Triton kernels, then with 4 / 3 / 5 resident steps for all tasks:
+    Large D. Milliseconds of forward + backward with 64k pairs. The first number is for the Triton kernels. The others are for
+    the warp-specialized kernel with 3, 4 and 5 resident steps for all tasks, or with 4 steps for D = 1536:
 
-    - D = 1152: `clip_loss` 65.1, then 64.0 / 63.8 / 63.8. Its sums take 15.2, then 15.6 / 15.6 / 15.4. `siglip_loss` 52.5, then
-      47.8 / 47.8 / 48.3.
-    - D = 1536, only 4 steps: `clip_loss` 87.9, then 86.6. Its sums take 22.9, then 21.2. `siglip_loss` 65.0, then 65.3.
+    - D = 1152, `clip_loss`: 65.1, 63.8 / 64.0 / 63.8. Only the sums: 15.2, 15.6 / 15.6 / 15.4.
+    - D = 1152, `siglip_loss`: 52.5, 47.8 / 47.8 / 48.3.
+    - D = 1536, `clip_loss`: 87.9, 86.6. Only the sums: 22.9, 21.2.
+    - D = 1536, `siglip_loss`: 65.0, 65.3.
     """
     half = block.precision in (BFLOAT16, FLOAT16)
     biased = block.col_bias is not None or (block.row_bias is not None and task != "sigmoid")

@@ -239,7 +239,7 @@ def _noise(operands: Operands) -> Tensor:  # (N,)
 
 
 def _select_rows(block: Block, rows: Tensor) -> Block:  # (n,) int64
-    """Returns a block of some rows. If the main diagonal is excluded, ids exclude the same pairs."""
+    """Returns a block of some rows. Ids express an excluded diagonal, because it is not the diagonal of these rows."""
     assert not (block.skip_diagonal and block.row_ids is not None), "a search excludes the diagonal or equal ids, not both"
     row_ids = None if block.row_ids is None else block.row_ids[rows]
     row_ids, col_ids = (rows, torch.arange(block.M, device=rows.device)) if block.skip_diagonal else (row_ids, block.col_ids)

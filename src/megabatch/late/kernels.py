@@ -563,8 +563,8 @@ def add_gradients(
 ) -> None:  # (Tq, D), (Td, D)
     """Adds the gradients of all vectors, given the gradient of each Σ_t max_u.
 
-    Scores that are computed again do not contain the NaN that `score_tiles` adds. But a score that is NaN in forward makes the
-    sums of its row and column NaN, so its weight is NaN for any score.
+    Scores that are computed again do not contain the NaN that `score_tiles` adds. But a score that was NaN in forward made the
+    sums of its row and column NaN. So its weight is NaN, whatever the recomputed score is.
     """
     operands = MaxsimOperands(block)
     slot, slots = query_slots(block)

@@ -44,7 +44,7 @@ def clip_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """Computes the symmetric cross-entropy of CLIP without storing the N×N matrix of logits.
+    """Computes the symmetric cross-entropy of CLIP without storing a large N×N matrix of logits.
 
     It has the same value and gradients as
 
@@ -112,7 +112,7 @@ def siglip_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """Computes the sigmoid loss of SigLIP without storing the N×N matrix of logits.
+    """Computes the sigmoid loss of SigLIP without storing a large N×N matrix of logits.
 
     It has the same value and gradients as
 

@@ -122,7 +122,9 @@ def _above_the_mean(batch: ContrastBatch, sums: ContrastSums) -> list[Tensor]:  
 
 def _check_smoothed(batch: ContrastBatch) -> None:
     if any(further.private for further in batch.negatives):
-        raise ValueError("negatives must not be private with label smoothing, whose mean is taken over all keys of the batch")
+        raise ValueError(
+            "negatives must not be private with label smoothing, because label smoothing averages over all keys of the batch"
+        )
     if tuple(batch.contrast) != (QUERY_KEY,):
         raise ValueError(f"contrast must be ({QUERY_KEY!r},) with label smoothing, got {batch.contrast!r}")
 

@@ -131,7 +131,7 @@ def _check_shapes(value: Negatives, name: str, query: Tensor) -> None:
         raise TypeError(f"{name} must be a tensor of embeddings, got {type(given).__name__}")
     if given.dim() not in (2, 3):
         shape = tuple(given.shape)
-        raise ValueError(f"{name} must have shape (M, D), or (N, K, D) for K of each query, got shape {shape}")
+        raise ValueError(f"{name} must have shape (M, D), or (N, K, D) for K negatives of each query, got shape {shape}")
     if given.dim() == 2:
         return
     if len(given) != len(query):

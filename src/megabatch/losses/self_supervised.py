@@ -34,7 +34,7 @@ def nt_xent_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """Computes the normalized-temperature cross-entropy of SimCLR without storing the 2N×2N matrix of logits.
+    """Computes the normalized-temperature cross-entropy of SimCLR without storing a large 2N×2N matrix of logits.
 
     Each dot product is computed once.
 
@@ -90,7 +90,7 @@ def sup_con_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """Computes the supervised contrastive loss without storing the N×N matrix of logits.
+    """Computes the supervised contrastive loss without storing a large N×N matrix of logits.
 
     Each dot product is computed once. The loss has the same value and gradients as the mean, over all rows that share their
     label with another row, of

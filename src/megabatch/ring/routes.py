@@ -31,8 +31,8 @@ class Hop(NamedTuple):
     block: int
     source: int
     target: int
-    leaves: int  # blocks: when this step begins; sums: after its work
-    needed: int  # blocks: when this step begins; sums: after its work
+    leaves: int  # the step at whose begin a block is sent, or after whose work sums are sent
+    needed: int  # the step at whose begin a block must have arrived, or after whose work sums must have arrived
     piece: int = 0
     pieces: int = 1  # number of pieces that the columns are cut into
 

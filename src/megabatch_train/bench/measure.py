@@ -257,7 +257,7 @@ def on_ranks(function: Callable[..., T], world: int, *args: Any, seconds: float 
 def _rank(rank: int, function: Callable[..., Any], world: int, args: tuple[Any, ...], folder: str, seconds: float) -> None:
     join(rank, world, f"file://{folder}/store", seconds)
     (Path(folder) / f"result{rank}").write_bytes(pickle.dumps(function(rank, world, *args)))
-    dist.barrier()  # if a rank exits early, the other ranks raise an error
+    dist.barrier()  # waits for all ranks, because the others would raise an error if one exited early
     os._exit(0)
 
 

@@ -45,8 +45,9 @@ class LoraConfig:
                 raise ValueError(f"lora.{name} must be left out without lora.rank, got {value!r}")
         if self.quantize != "none" and self.merge:
             raise ValueError(
-                f"lora.merge must be false with lora.quantize, got lora.quantize = {self.quantize!r}. Quantized weights would "
-                "round the adapters to nothing, so merge them with the original weights (PEFT: merge_and_unload)"
+                f"lora.merge must be false with lora.quantize, got lora.quantize = {self.quantize!r}. Adapters are so "
+                "small that rounding to quantized weights removes them. Merge the adapters with the original weights instead "
+                "(PEFT: merge_and_unload)"
             )
 
 

@@ -56,7 +56,7 @@ class SmallConfig:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"model_options.dropout must be at least 0 and less than 1, got {self.dropout}")
         if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel must be an odd number of pixels, got {self.kernel}")
+            raise ValueError(f"model_options.kernel must be an odd number of pixels, got {self.kernel}")
 
 
 def build_config(options: Mapping[str, Any]) -> SmallConfig:

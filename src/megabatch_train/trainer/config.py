@@ -76,7 +76,7 @@ class OptimizerConfig:
     """The optimizer and its settings."""
 
     name: Literal["adamw", "adafactor", "lion"] = "adamw"  # optimizer; AdaFactor's state is a quarter as large as AdamW's
-    lr: float | Literal["auto"] = "auto"  # highest learning rate; "auto" is 5e-6 per step of the warm-up, at most 5e-4
+    lr: float | Literal["auto"] = "auto"  # highest learning rate; "auto" is 5e-6 times the warm-up steps, at most 5e-4
     scaling: Literal["none", "sqrt", "linear"] = "none"  # multiply `lr` by this function of batch_size / reference_batch
     reference_batch: int = 1024  # batch size for which `lr` is the rate. Ignored if `scaling` is "none"
     weight_decay: float = 0.2  # weight decay of matrices. Norms, biases and the loss have none
@@ -103,7 +103,7 @@ class ScheduleConfig:
 
     name: Literal["cosine", "constant"] = "cosine"  # learning rate after the warm-up
     warmup_steps: int | None = None  # length of the warm-up in steps
-    warmup_fraction: float | None = None  # length as a fraction of the run (default: 0.1, but at least 50 steps or half of it)
+    warmup_fraction: float | None = None  # length as a fraction of the run (default: 0.1, at least 50 steps or half the run)
     end: float = 0.0  # last rate of the cosine, as a fraction of the highest rate
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ class MemoryConfig:
 
     chunk: float = 0.25  # fraction of the free device memory for the activations of a chunk, if chunk_size is "auto"
     graphs: float = 0.6  # fraction of the free device memory for graphs that the first pass keeps; 0 keeps none
-    inputs: float = 0.3  # fraction of the free host memory for samples until their second pass; 0 reads them twice
+    inputs: float = 0.3  # fraction of free host memory for samples of the second pass; 0 reads samples twice
     resident: float = 0.0  # fraction of the free device memory for the whole decoded dataset; 0 reads it in every epoch
     checkpointing: Literal["auto", "on", "off"] = "auto"  # activation checkpointing; "auto" uses it if it is faster
     offload: bool = False  # fsdp: keep weights, gradients and optimizer state in host memory between their uses

@@ -391,8 +391,8 @@ class Trainer:
                         inputs.stop()
                     del inputs
         except Exception as error:
-            # The checkpoint that is being written is still valid. Completing it needs all ranks, and all ranks raise these two
-            # errors.
+            # The checkpoint that is being written is still valid. Only all ranks together can complete it, and only the two
+            # errors below are raised on all ranks.
             if self.world.size == 1 or isinstance(error, FloatingPointError | NoNegativesError):
                 self._storage.complete_pending(wait=True)
             raise

@@ -118,6 +118,8 @@ class Objective(nn.Module):
         if config.name == "matryoshka":
             widths = self._all_widths(first.shape[1], world)
             return matryoshka_clip_loss(first, second, scale, widths=widths, ids=ids, group=group)
+        if config.name not in ("clip", "distill"):
+            raise NotImplementedError(f"the loss {config.name!r} must have a branch in Objective.forward")
         loss = clip_loss(first, second, scale, ids=ids, group=group)
         if config.name == "distill":
             assert inputs.teacher is not None
