@@ -222,6 +222,18 @@ def test_paths_are_those_of_the_directory_that_the_run_began_in(tmp_path, monkey
     assert _read_old_settings(tmp_path / "run", None)["data"] == absolute["data"]
 
 
+def test_a_project_that_was_moved_continues(tmp_path, monkeypatch):
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "pairs.csv").touch()
+    monkeypatch.chdir(tmp_path / "before")
+    runs.trainer(Path("run"), {"steps": 2, "data": "pairs.csv"}).fit()
+    (tmp_path / "before").rename(tmp_path / "after")
+    monkeypatch.chdir(tmp_path / "after")
+    assert runs.trainer(Path("run"), {"steps": 2, "data": "pairs.csv"}).resume()
+    with pytest.raises(ValueError, match=r"data was '.*/after/pairs.csv' and is 'other.csv'"):
+        runs.trainer(Path("run"), {"steps": 2, "data": "other.csv"}).resume()
+
+
 def test_options_of_the_data_are_those_the_run_began_with(tmp_path):
     options = {"columns": ("image", "caption"), "root": Path("images")}
     runs.trainer(tmp_path, {"data_options": options}).fit()

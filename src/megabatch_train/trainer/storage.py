@@ -297,7 +297,10 @@ class Storage:
         return Resumed(fit, generators)
 
     def _check_unchanged(self, path: Path, manifest: dict[str, Any]) -> None:
-        old_settings = anchor_paths(redact(manifest["config"]), manifest.get("directory"))
+        directory = manifest.get("directory")
+        if directory is not None and not Path(directory).is_dir():
+            directory = None  # the project was moved, so relative paths are relative to the current directory
+        old_settings = anchor_paths(redact(manifest["config"]), directory)
         changes = differences(old_settings, anchor_paths(redact(settings.table(self._config))))
         if manifest["samples"] != len(self._dataset):
             changes.append(f"the data had {manifest['samples']} samples and has {len(self._dataset)}")
