@@ -40,7 +40,8 @@ class Page(html.parser.HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         for name, value in attributes:
-            if name in ("src", "href", "data", "action") or (name == "xlink:href" and not value.startswith("#")):
+            fetched = tag != "a" and name in ("src", "href", "data", "action")  # a link is not fetched
+            if fetched or (name == "xlink:href" and not value.startswith("#")):
                 self.addresses.append(value)
             if name == "class":
                 self.classes += value.split()
@@ -118,6 +119,23 @@ def test_report_and_card_show_chance_level_beside_recall(tmp_path, pair, monkeyp
     assert "50.0%text → image R@1, 0.5% by chance" in told  # the first of the large numbers
     card = write_card(pair, "hf", tmp_path, run=tmp_path / "run").read_text("utf-8")
     assert "| by chance | 0.5% | 2.5% | 5.0% | 100.5 |" in card
+
+
+def test_the_curves_show_the_loss_of_the_evaluation_and_the_best_weights(tmp_path):
+    pytest.importorskip("matplotlib", reason='pip install "megabatch[train]"')
+    write_run(tmp_path / "run", table(tmp_path / "data"), steps=3)
+    for step, value in ((2, 5.0), (3, 5.5)):
+        evaluation = {**EVALUATION, "clip_val_loss": value}
+        results.append(tmp_path / "run" / "metrics.jsonl", {"step": step, "evaluation": evaluation})
+    run = results.read_run(tmp_path / "run")
+    described, figure = curves.loss(run)
+    assert described.endswith("evaluation data: 5.5 at the end")
+    names = figure.axes[0].get_legend_handles_labels()[1]
+    assert names == ["training data, one batch", "evaluation data, all pairs"]
+    run.best.update(step=2)
+    assert "weights in best/" in curves.recalls(run)[1].axes[0].get_legend_handles_labels()[1]
+    run.best.update(step=3)
+    assert "weights in best/" not in curves.recalls(run)[1].axes[0].get_legend_handles_labels()[1]
 
 
 def test_report_and_card_name_the_best_evaluation(tmp_path, pair, monkeypatch):

@@ -230,7 +230,9 @@ def page(title: str, sections: Iterable[str], *, subtitle: str = "") -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body><main>\n"
         f"<h1>{escape(title)}</h1>{faint(subtitle)}\n{body}\n"
-        f"<footer>This page was made by megabatch {escape(megabatch.__version__)}.</footer>\n</main></body></html>\n"
+        f"<footer>This page was made by megabatch {escape(megabatch.__version__)}. "
+        '<a href="https://github.com/megabatch/megabatch/blob/main/docs/runs.md">The documentation</a> explains its numbers.'
+        "</footer>\n</main></body></html>\n"
     )
 
 

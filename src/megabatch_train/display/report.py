@@ -68,7 +68,17 @@ def curves(run: SavedRun) -> str:
 
 def loss(run: SavedRun) -> tuple[str, Any] | None:
     """Returns the loss against the step, as a description and a figure, or None if the run has no loss."""
-    return _metric(run, "Loss", "loss", zero=False, smooth=True)
+    result = _metric(run, "Loss", "loss", zero=False, smooth=True)
+    values = [(one["step"], one["evaluation"].get("clip_val_loss")) for one in run.evaluations]
+    points = [(step, value) for step, value in values if isinstance(value, int | float)]
+    if result is None or not points:
+        return result
+    description, figure = result
+    (axes,) = figure.axes
+    axes.lines[-1].set_label("training data, one batch")
+    _line(axes, *zip(*points, strict=True), "evaluation data, all pairs", plots.PALETTE[1])
+    plots.legend(axes)
+    return f"{description}; evaluation data: {tables.short(points[-1][1])} at the end", figure
 
 
 def read_metric(run: SavedRun, key: str) -> list[float]:
@@ -151,6 +161,8 @@ def recalls(run: SavedRun) -> tuple[str, Any] | None:
         if name.startswith(direction) and (level := tables.chance(last, name)) is not None:
             color = plots.PALETTE[shares.index(_share(name)) % len(plots.PALETTE)]
             axes.axhline(level, color=color, linestyle=":", linewidth=1, label=f"{_share(name)} by chance")
+    if run.best and run.best["step"] != steps[-1]:
+        axes.axvline(run.best["step"], color=plots.PALETTE[3], linewidth=1, label="weights in best/")
     axes.set_xlim(0, 1.05 * steps[-1])  # a single evaluation needs limits, too
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
@@ -456,13 +468,11 @@ def _gallery(run: SavedRun, queries: Sequence[str], load: Callable[[Path], Pair]
 def _rows(results: Gallery) -> str:
     rows = []
     for query, matches, rank in zip(results.queries, results.found, results.ranks, strict=True):
-        rank_text = (
-            "" if rank is None else f' <span class="score">correct match at rank {rank:,} of {results.searched:,}</span>'
-        )
+        rank_text = "" if rank is None else f'<p class="verdict">Correct match at rank {rank:,} of {results.searched:,}</p>'
         texts = " texts" if matches and isinstance(matches[0].shown, str) else ""
         cells = "".join(_page_match(match) for match in matches)
         rows.append(
-            f'<section class="card query"><h3>{_query(query)}{rank_text}</h3><div class="found{texts}">{cells}</div></section>'
+            f'<section class="card query"><h3>{_query(query)}</h3>{rank_text}<div class="found{texts}">{cells}</div></section>'
         )
     return "".join(rows)
 
