@@ -36,7 +36,7 @@ COMMANDS = {
     "info": "print versions, devices, backends and installed extras",
     "help": "describe the values of --data and MODEL",
 }
-OTHER_NAMES = {  # names of options in other programs: the name here, which an error message suggests
+OTHER_NAMES = {  # option of another program → option of megabatch, which an error message suggests
     **dict.fromkeys(("--learning-rate", "--max-lr", "--base-lr"), "--lr"),
     **dict.fromkeys(("--wd", "--decay"), "--weight-decay"),
     **dict.fromkeys(("--warm-up", "--warmup-steps", "--warmup-ratio"), "--warmup"),
@@ -104,7 +104,7 @@ def _message_of(error: BaseException) -> str:
 
 
 def _is_expected(error: BaseException) -> bool:
-    """Whether the message is written for users: the error is from this package, or from the operating system about a file."""
+    """Whether the message is written for users, because this package raised the error, or the operating system for a file."""
     if isinstance(error, OSError) and error.filename is not None:
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -125,7 +125,7 @@ def _run(arguments: list[str], command_name: str | None) -> int:
     if unknown:
         subparser.error(_describe_unknown(unknown, subparser))
     _log_to_terminal()
-    if command_name != "bench":  # measures PyTorch with its default waiting policy, as in other programs
+    if command_name != "bench":  # the benchmark measures PyTorch with the default waiting policy
         let_threads_sleep()
     status: int = command.run(args)
     return status
@@ -173,7 +173,7 @@ def _log_to_terminal() -> None:
     if not log.handlers:
         log.addHandler(_Terminal())
         log.setLevel(logging.INFO)
-        # open_clip calls `logging.info`, which would add a handler to a root logger that has none, and print our lines twice.
+        # open_clip calls `logging.info`. If the root logger had no handler, this call would add one that repeats our lines.
         root_handler = _Terminal(logging.WARNING)
         root_handler.addFilter(_has_no_handler)
         logging.getLogger().addHandler(root_handler)

@@ -55,7 +55,7 @@ def _write_onnx(tower: Tower, path: Path) -> None:
     LOG.info("writing %s", path)
     inputs, module = sample_inputs(tower), copy.deepcopy(tower.module).float()
     if isinstance(module, TextEncoder):
-        module.pad()  # shapes of packed texts depend on values, which ONNX does not support
+        module.pad()  # ONNX does not support shapes that depend on values, as in packed texts
     # Axis 0 is the batch. Axis 1 of texts is their length, if the model accepts any length.
     axes: Any = {0: torch.export.Dim.DYNAMIC, **({} if tower.kind == IMAGE else {1: torch.export.Dim.AUTO})}
     attention = torch.backends.mha.get_fastpath_enabled()
@@ -105,7 +105,7 @@ def _compare(module: nn.Module, inputs: dict[str, Tensor], path: Path) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 # The code of a model card for ONNX files. It is a complete program that opens the files, preprocesses inputs and encodes them.
 #
-# transformers and open_clip preprocess the inputs of their models. They read their files in the folder of the ONNX files.
+# transformers and open_clip preprocess the inputs of their models. The files for it are in the folder of the ONNX files.
 # megabatch preprocesses the inputs of "small", and of encoders without a tokenizer or an image processor.
 
 
@@ -215,7 +215,7 @@ def write_code(pair: Pair, folder_lines: Sequence[str]) -> str:
 
     Args:
         pair: the exported model.
-        folder_lines: lines of the program that set `folder`. The last line sets it, and the other lines are imports.
+        folder_lines: lines of the program. The last line sets the variable `folder`, and the other lines are its imports.
     """
     towers = {tower.kind: tower for tower in pair.towers}
     imports, setups, functions = {"import onnxruntime", *folder_lines[:-1]}, [folder_lines[-1]], []

@@ -19,7 +19,7 @@ PEERS = ("transformers", "sentence-transformers", "pytorch-metric-learning", "in
 # PyTorch raises a plain RuntimeError if an allocation on the CPU fails. Its message contains one of these words.
 ALLOCATION_FAILED = ("DefaultCPUAllocator", "bad_alloc")
 
-# Environment variables that set how OpenMP threads wait. If one of them is set, the user has chosen.
+# Environment variables that set how OpenMP threads wait. If the user has set one of them, megabatch changes nothing.
 WAIT_POLICY = "OMP_WAIT_POLICY"
 WAIT_VARIABLES = (WAIT_POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 # Device files of the GPU drivers of NVIDIA, of AMD, and of the Windows Subsystem for Linux.

@@ -1,6 +1,6 @@
 """Benchmarks of the CLIP loss: the systems that are compared, their inputs, and the checks of their results.
 
-The loss is measured on one device against the batch size, and over ranks with fewer and fewer levels of tiling.
+The loss is measured on one device at several batch sizes, and over ranks with fewer and fewer levels of tiling.
 """
 
 import importlib.util
@@ -49,10 +49,10 @@ from megabatch_train.machine import ran_out_of_memory
 SCALE = 50.0  # logit scale; in CLIP it starts at 14 and reaches 100
 NOISE = 4.0  # length of the noise between an image and its text; with SCALE, the match is likely, but not certain
 SAMPLED_ROWS = 64  # gradient rows that are compared with float64
-LOGITS_AT_A_TIME = 2**24  # logits of the reference, which take 128 MiB; a few temporaries have the same size
+LOGITS_AT_A_TIME = 2**24  # logits that the reference computes at once (128 MiB); a few temporaries have the same size
 
 # The inner product of two unit vectors in float32 has the error of a few roundings. The error of a logit is SCALE times larger,
-# and the loss has about the same error as a logit. It is also the relative error of a probability and of a gradient.
+# and the loss has about the same error as a logit. The relative errors of probabilities and gradients have this size, too.
 TOLERANCE = 4 * SCALE * torch.finfo(torch.float32).eps
 
 # For bfloat16 inputs. Rounding a logit near SCALE to bfloat16 changes it by 0.1. float32 logits have much smaller errors.
@@ -89,7 +89,7 @@ class ClipTruth(NamedTuple):
     dtext: Tensor  # (S, D)
 
     def errors(self, loss: float, dimage: Tensor, dtext: Tensor) -> tuple[float, float]:
-        """Returns the relative error of a loss, and the larger of the relative errors of its gradients, by their norms."""
+        """Returns the relative error of a loss, and the larger relative error of its two gradients, measured by norms."""
         pairs = ((dimage, self.dimage), (dtext, self.dtext))
         gradients = torch.stack([(d.double() - right).norm() / right.norm() for d, right in pairs])
         return abs(loss - self.loss) / abs(self.loss), float(gradients.max())  # torch's max keeps a NaN, Python's may not
@@ -286,7 +286,7 @@ class LossResult:
     status: str
     forward: float | None = None  # seconds
     backward: float | None = None
-    peak: int | None = None  # bytes beyond the inputs, gradients included
+    peak: int | None = None  # bytes in addition to the inputs, with gradients
     loss: float | None = None
     loss_error: float | None = None
     gradient_error: float | None = None
@@ -437,8 +437,8 @@ def _product_seconds(image: Tensor, text: Tensor, seconds: float) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 # The loss over ranks with fewer and fewer levels of tiling, as in table 4 of Inf-CL. Ranks are processes on this CPU.
 #
-# A system is a function of the number of rows of a rank. It returns a context manager that yields the loss and restores the
-# settings that it changed.
+# A system is a function that gets the number of rows per rank. It returns a context manager that yields the loss and restores
+# the settings that it changed.
 
 
 System = Callable[[int], AbstractContextManager[Loss]]
@@ -457,7 +457,7 @@ class LevelResult:
 
     system: str
     status: str = OK
-    peak: int | None = None  # bytes beyond the inputs, gradients included, of the rank that needs most
+    peak: int | None = None  # bytes in addition to the inputs, with gradients, on the rank that needs most
     seconds: float | None = None  # of the slowest rank
     cpu_seconds: float | None = None  # of all ranks together; other programs have little effect on it
     sent: int | None = None  # bytes sent by a rank through the ring, forward and backward
@@ -472,7 +472,7 @@ def measure_levels(
     """Measures the systems one after another on the same ranks.
 
     Args:
-        systems: systems by name. The system with the smallest memory is first, because freed memory would hide the next peak.
+        systems: systems by name. The system with the smallest peak is first, because freed memory would hide a smaller peak.
         world: number of ranks.
         batch: number of pairs of all ranks together.
         width: embedding dimension.

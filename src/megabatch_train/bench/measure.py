@@ -46,7 +46,7 @@ def peak_memory(work: Callable[[], T], device: torch.device | str = "cpu") -> tu
     On CUDA this is the memory of tensors on `device`. On a CPU it is the resident memory of the process. On systems other than
     Linux it is a lower bound, because only an increase of the largest peak so far can be measured.
     """
-    importlib.import_module("torch._dynamo")  # the first call of an operator would load its 120 MiB
+    importlib.import_module("torch._dynamo")  # takes 120 MiB, which the first call of an operator would load otherwise
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -81,7 +81,7 @@ def seconds_of(work: Callable[[], object], device: torch.device | str) -> float:
 def milliseconds(work: Callable[[], object], device: torch.device | str, seconds: float) -> float:
     """Returns the milliseconds of one call. Several calls are in flight as in training, which hides the work of the host.
 
-    Makes at least one call, and as many calls as take about `seconds` in total.
+    Increases the number of calls until they take about `seconds` in total, or until it is 64.
     """
     calls = 1
     while True:
@@ -94,7 +94,7 @@ def milliseconds(work: Callable[[], object], device: torch.device | str, seconds
 def take_turns(
     works: dict[str, Callable[[], Any]], device: torch.device | str, rounds: int, seconds: float
 ) -> dict[str, float]:
-    """Returns the median milliseconds of each function over the rounds. A function of more than a second has one round."""
+    """Returns the median milliseconds of each function over the rounds. A function that takes over a second is timed once."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds):
         for name, work in works.items():
@@ -171,7 +171,7 @@ def process_status(field: str) -> int:
 
 def _forget_peak() -> bool:
     """Resets the peak to the current resident memory. Returns False if the system does not support it."""
-    # Freed pages that the process still holds would be used again and not counted. Only the GNU C library has this function.
+    # Freed pages that the process still holds would be reused without being counted. Only the GNU C library has malloc_trim.
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
     try:
@@ -232,7 +232,7 @@ def _run(call: bytes, memory_limit: int | None) -> bytes:
 
 
 def on_ranks(function: Callable[..., T], world: int, *args: Any, seconds: float = 900.0) -> list[T]:
-    """Returns `function(rank, world, *args)` of each of `world` ranks.
+    """Calls `function(rank, world, *args)` on each of `world` ranks, and returns the results in the order of the ranks.
 
     The ranks are processes with a default process group, and they share the cores. If a rank fails or takes longer than
     `seconds`, all processes are ended, and a `ProcessError` gives the reason.

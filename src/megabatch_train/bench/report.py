@@ -29,7 +29,7 @@ class Sizes:
     batches: list[int]
     width: int
     seconds: float  # time to measure one loss at one batch size
-    limit: float  # seconds for all losses, and for all steps; later measurements are skipped
+    limit: float  # seconds for all losses, and again for all steps; later measurements are skipped
     level_batch: int  # large enough that the block of a rank is larger than a tile
     ranks: int
     model: str
@@ -123,7 +123,7 @@ def _marks(rows: list[dict[str, Any]]) -> dict[int, str]:
 
 
 def _describe_losses(record: dict[str, Any]) -> str:
-    """Compares megabatch with the fastest baseline and with the baseline of the smallest memory, at their largest batch."""
+    """Compares megabatch with the fastest and the smallest baseline, at the largest batch that it shares with a baseline."""
     correct = [r for r in record["losses"] if r["status"] == OK]
     ours = {r["batch"]: r for r in correct if r["system"] == MEGABATCH}
     if not ours:
@@ -143,7 +143,7 @@ def _describe_losses(record: dict[str, Any]) -> str:
 
 
 def _describe_levels(record: dict[str, Any]) -> str:
-    """Compares the memory of a rank with all levels of tiling and with fewer levels."""
+    """Compares the memory that a rank needs with fewer levels of tiling to the memory with all levels."""
     peaks = {r["system"]: r["peak"] for r in record["levels"] if r["status"] == OK}
     if TILES not in peaks:
         return f"There is no result of megabatch's ring: {_why(record['levels'], TILES)}."
@@ -160,7 +160,7 @@ def _describe_levels(record: dict[str, Any]) -> str:
 
 
 def _describe_steps(record: dict[str, Any]) -> str:
-    """Compares gradient caching with the plain step, at the largest batch of both."""
+    """Compares gradient caching with the plain step, at the largest batch that both can run."""
     correct = {(r["system"], r["batch"]): r for r in record["steps"] if r["status"] == OK}
     batches = [batch for system, batch in correct if system == CACHED[0]]
     if not batches:

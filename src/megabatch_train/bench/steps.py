@@ -177,13 +177,14 @@ def tokens(rows: int, device: str) -> Tensor:  # (rows, CONTEXT)
 # Training steps with a large batch: the plain step, gradient caching, and the methods of other projects.
 #
 # A step is a function of a `StepSetting`. It adds gradients to the parameters and returns the loss. `measure` compares the
-# gradients with the plain step, and then measures memory and speed. `benchmarks/cached_step.py` is the long version for a GPU.
+# gradients with the gradients of the plain step, and then measures memory and speed. `benchmarks/cached_step.py` is the long
+# version for a GPU.
 
 
 PLAIN, ALONE = "plain step", "towers alone"
 CACHED = ("cached, budget 0", "cached, auto")
 CHECK, CHECK_CHUNK = 64, 16  # pairs and chunk size of the comparison of gradients
-TOLERANCE = 1e-3  # relative error of the norm of the gradients; both are float32
+TOLERANCE = 1e-3  # largest relative error of float32 gradients, measured by norms
 INITIAL = 2.66  # logarithm of the initial scale of CLIP
 LATER_STEPS = {"cpu": 1, "cuda": 2}  # timed steps after the first step, which allocates memory; the fastest step counts
 
@@ -201,7 +202,7 @@ class StepSetting:
     device: str
     autocast: bool = True
     backend: Backend = "auto"
-    further: tuple[Tensor, Tensor] | None = None  # (n, D) of each side: embeddings for the loss that are not encoded
+    further: tuple[Tensor, Tensor] | None = None  # more embeddings (n, D) of each side, which only the loss uses
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns all trained parameters."""
@@ -354,7 +355,7 @@ def measure(
         for name in systems:
             error, ratio = checks.get(name, (None, None))
             result = StepResult(name, batch, OK, error, ratio)
-            # The comparison is written so that NaN is wrong.
+            # The comparison is written so that NaN counts as wrong.
             if error is not None and ratio is not None and not (error <= TOLERANCE and abs(ratio - 1) <= TOLERANCE):
                 result.status = WRONG
             elif name in failed:
@@ -367,7 +368,7 @@ def measure(
 
 
 def compare(s: StepSetting, systems: list[str]) -> dict[str, tuple[float, float]]:
-    """Compares the gradients of each system with the plain step.
+    """Compares the gradients of each system with the gradients of the plain step.
 
     Returns the relative error of the gradients of the towers, and the gradient of the scale ÷ its correct value.
     """

@@ -96,7 +96,7 @@ def _format_value_of(values: Any, setting: Setting) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Settings for `megabatch train --help`. They are read from the source of the dataclasses, because an import would import torch.
+# Settings for `megabatch train --help`. They are read from the source of the dataclasses, because their import needs torch.
 
 
 class SourceField(NamedTuple):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("megabatch")
 FORMATS = (".jsonl", ".parquet")
 ROWS_AT_ONCE = 256  # rows of a Parquet file, with their images, that are written at once
-SIDES = {True: ("query", "document"), False: ("image", "caption")}  # columns, by whether the first side is a text
+SIDES = {True: ("query", "document"), False: ("image", "caption")}  # the key is whether the first side is a text
 DESCRIPTION = """
 Finds hard negatives. For each pair, these are the texts that are most similar to its first side and
 do not match it.
@@ -181,7 +181,7 @@ class Mine:
         lines_done, missing = self._count_written(part_file, choice)
         candidates = document.rows()[first_pairs]
         matches: dict[str, Any] = {} if ids is None else {"ids": (ids, ids[first_pairs])}
-        if ids is not None and ids.dim() == 2:  # for chains of shared texts: documents of a query are not its negatives
+        if ids is not None and ids.dim() == 2:  # rows share texts in chains, so a query excludes only its own documents
             matches = {"queries": torch.unique(ids[:, 0], return_inverse=True)[1]}
         mined = hard_negatives(query.rows(), candidates, candidates_of, choice, **matches, first=lines_done, device=device)
         # A path may contain half of a surrogate pair, which UTF-8 cannot encode. Its backslash form is valid in JSON, too.
@@ -256,7 +256,7 @@ class Mine:
         return {"bytes": image.data, "path": redact(self.dataset.name(index)).encode("utf-8", "backslashreplace").decode()}
 
     def _name_image(self, index: int) -> str:
-        """Returns the name of an image if `train` finds it relative to the folder of the output, or else its path or URL."""
+        """Returns the path or URL of an image. The path is relative if the image's name is its path from the output folder."""
         from megabatch_train.data.paths import is_url
 
         name, path_or_url = self.dataset.name(index), self.dataset.place(index)
@@ -279,7 +279,7 @@ class Mine:
         return redacted
 
     def _number_texts(self) -> tuple[Tensor, list[int]]:
-        """Makes each different text one candidate. Returns the candidate of each pair, and the first pair of each candidate."""
+        """Makes each distinct text one candidate. Returns the candidate of each pair, and the first pair of each candidate."""
         import torch
 
         number_of: dict[str | None, int] = {}
@@ -290,7 +290,10 @@ class Mine:
         return torch.tensor(numbers), list(first_pairs.values())
 
     def _count_written(self, part: Path, choice: Choice) -> tuple[int, int]:
-        """Returns how many lines are written with this choice, and how many negatives they miss. Removes a broken last line."""
+        """Returns how many lines an earlier run wrote with this choice, and how many negatives these lines miss.
+
+        Removes an incomplete last line, and all lines that were written with another choice.
+        """
         path = self.work / "choice.txt"
         if part.exists() and path.exists() and path.read_text() == repr(choice):
             complete = part.read_bytes().rpartition(b"\n")[0]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("megabatch")
 NEGATIVE, OPTIONAL = "negative", ("negative", "label", "score")  # roles that do not need a column
-NAMED_RUNS = 8  # most runs that the message about an unknown run names
+NAMED_RUNS = 8  # largest number of runs in the message about an unknown run
 
 
 def add_columns(parser: argparse._ActionsContainer) -> None:
@@ -248,7 +248,7 @@ def _find_run(path: Path) -> Path | None:
 def load_run(path: Path, device: torch.device, *, trust: bool = False) -> tuple[Pair, int | None]:
     """Loads the model of a run, of its folder `best`, or of a checkpoint.
 
-    With `trust`, code from its files can run. Returns the model and the step of its weights, or None if the step is unknown.
+    With `trust`, code from its files can run. Returns the model and the step of its weights. An unknown step is None.
     """
     from megabatch_train.towers import models
     from megabatch_train.towers.tower import allow_remote_code

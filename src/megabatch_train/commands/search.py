@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger("megabatch")
-KINDS = {"images": "image", "texts": "text"}  # value of --among: kind of the side (`data.dataset`)
+KINDS = {"images": "image", "texts": "text"}  # value of --among → kind of the side (`data.dataset`)
 SHEET = "found.png"
 DESCRIPTION = """
 Searches data for the best matches of queries. A query is a text or the path of an image.
@@ -149,7 +149,7 @@ class Embeddings:
         return int(self.saved.about["side"])
 
     def chunks(self, side: int) -> Iterator[Tensor]:  # (n, D) each
-        """Yields the embeddings. Repeated samples, such as an image with several captions, have NaN from the second one on."""
+        """Yields the embeddings. If several rows belong to one sample, all of them except the first become NaN."""
         from megabatch_train.data.dataset import IMAGE
 
         key = "path" if self.saved.about["sides"][side] == IMAGE else "text"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger("megabatch")
-PROBLEMS_NAMED = 5  # most problems of a dataset that are logged
+PROBLEMS_NAMED = 5  # largest number of problems that are logged for the data
 FAILED = 3  # exit status of a run that failed or did not learn
 AUTO = "auto"
 TUNED = "a model with weights"  # trainer/config.py defines its defaults
@@ -374,7 +374,7 @@ def _build_trainer(config: TrainConfig, folder: Path, world: World, observers: S
     pair = towers.load(config.model, dataset.sides, lora=config.lora, **config.model_options)
     if world.rank == 0:
         problems = (problem for source in (dataset, *validation.values()) for problem in source.problems)
-        _log_problems(list(dict.fromkeys(problems)))  # a file can be in both
+        _log_problems(list(dict.fromkeys(problems)))  # training and validation data can contain the same file
     return Trainer(
         config,
         pair,

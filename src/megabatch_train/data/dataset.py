@@ -351,7 +351,7 @@ class Part(Wrapper):
 
 
 class _Failure(str):
-    """The reason why a sample could not be read. Its repr is constant because replay compares the repr of both readings."""
+    """The reason why a sample could not be read. Its repr is constant because replay compares the reprs of two readings."""
 
     __slots__ = ()
 

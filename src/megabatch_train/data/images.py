@@ -28,7 +28,7 @@ from megabatch_train.data.dataset import UnreadableSampleError
 _ADDRESS = re.compile(r" <[^>]* at 0x[0-9a-f]+>")  # the memory address of a buffer in Pillow's messages
 _START, _END = b"\xff\xd8\xff", b"\xff\xd9"  # first and last bytes of a JPEG
 _XMP = b"http://ns.adobe.com/xap/1.0/"
-MOST_PIXELS = 1 << 26  # limit for decoding without Pillow, which itself refuses files that claim to be huge
+MOST_PIXELS = 1 << 26  # limit for torchvision; Pillow itself refuses files that claim to be huge
 _FRAMES = (0xC0, 0xC1, 0xC2)  # markers that precede an image's size: baseline, extended, progressive
 
 
@@ -94,7 +94,7 @@ def torchvision_io() -> Any | None:
 
 
 def _is_rotated(exif: bytes) -> bool:
-    """Returns whether an APP1 segment has an orientation other than upright. Pillow decides if XMP has an orientation."""
+    """Returns whether an APP1 segment may rotate the image. Any orientation in XMP counts, and Pillow then interprets it."""
     if exif.startswith(_XMP):
         return b"Orientation" in exif
     if exif[:6] != b"Exif\0\0" or len(exif) < 14:
@@ -330,6 +330,6 @@ class TrainingImages:
 
 @cache
 def _normalization(mean: tuple[float, ...], deviation: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns factor and offset (3, 1, 1) of the pixels. They are cached, because each copy waits for all earlier kernels."""
+    """Returns factor and offset (3, 1, 1) that normalize pixels. Cached, because each copy waits for earlier kernels."""
     center, spread = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (mean, deviation))
     return (1 / (255 * spread)).float().to(device), (-center / spread).float().to(device)

@@ -72,7 +72,7 @@ def anchor_mixture(spec: str, anchor_one: Callable[[str], str]) -> str:
 
 
 def _parse_weight(spec: str) -> tuple[float, str] | None:
-    """Returns a weight and its source; None without a weight, which includes "3*.csv" if files match this pattern."""
+    """Returns a weight and its source, or None if there is no weight. "3*.csv" has no weight if files match this pattern."""
     match = _WEIGHT.fullmatch(spec)
     if match is None or (not match[2] and glob.glob(spec)):
         return None
@@ -126,7 +126,7 @@ class Mix(Wrapper):
             source_ids = source.ids(own.tolist())
             source_ids = own if source_ids is None else source_ids
             columns = max(columns, source_ids.dim())
-            # A single id is in both columns. Sources have no id in common.
+            # If a source has one id per sample, both columns contain it. Different sources have no id in common.
             ids[of_source] = (source_ids[:, None] if source_ids.dim() == 1 else source_ids).expand(-1, 2) ^ text_id(str(number))
         return ids if columns == 2 else ids[:, 0].contiguous()
 
@@ -226,7 +226,7 @@ def _split(dataset: Dataset, held: list[bool], fraction: float, largest: int) ->
 
 
 class WithNegatives(Part):
-    """A table whose second side ends with the hard negatives of the samples.
+    """A table that appends the hard negatives of a batch to the second side of the batch.
 
     Args:
         table: a table with columns of negatives.
@@ -247,7 +247,7 @@ class WithNegatives(Part):
         return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
 
     def negative_ids(self, indices: Sequence[int]) -> Tensor:  # (m,) or (m, 2) int64
-        """Returns the ids of samples with the same text on their second side. A text of no sample gets an unused number."""
+        """Returns the ids of each negative, which are the ids of a sample with its text, or else an unused number."""
         return self.table.negative_ids(self.table.negatives_of(indices))
 
 
@@ -402,7 +402,7 @@ def _anchor_one(spec: str, directory: Path) -> str:
 
 
 def anchor_options(options: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Returns options of data in which `root`, the folder of a table's files, is absolute as in `anchor`."""
+    """Returns the options of data with an absolute `root`, which is the folder of a table's files. See `anchor`."""
     return {
         key: anchor_options(value, directory)
         if isinstance(value, Mapping) and key.isdecimal()

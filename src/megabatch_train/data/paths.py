@@ -442,7 +442,7 @@ class _Raw(io.RawIOBase):
 
 @functools.cache
 def _version_of_this_run(server: str) -> str:
-    """Returns a new version in every run, for files without a version from the server. Blocks of earlier runs are not used."""
+    """Returns a new version in every run, if the server sends no version. So blocks of earlier runs are not used."""
     LOG.warning(
         "%s sends neither ETag nor Last-Modified, so a changed file of the same size is not noticed. Its files are fetched "
         "again in every run, and must not change during a run",
@@ -534,7 +534,7 @@ def read_file(path: Place) -> bytes:
     if isinstance(path, Url):
         return path.read_bytes()
     check_regular(path)
-    # Opening does not block, because a few files in /proc are regular and would block.
+    # O_NONBLOCK is needed for a few files in /proc, which are regular but would block.
     with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
         data = file.read(MOST_BYTES + 1) or b""
     if len(data) > MOST_BYTES:

@@ -31,8 +31,8 @@ from torch import Tensor
 
 LOG = logging.getLogger("megabatch")
 SLAB = 1 << 28  # bytes of pinned memory allocated at once
-NICENESS = 10  # of workers; the thread that launches kernels has priority
-ALIGNED = 64  # bytes; each tensor begins at a multiple
+NICENESS = 10  # lowers the priority of workers below the thread that launches kernels
+ALIGNED = 64  # bytes; each tensor begins at a multiple of this number
 _LENGTH = struct.Struct("<Q")  # length of the pickled part of a message
 
 

@@ -17,7 +17,7 @@ from megabatch_train.data.dataset import IMAGE, Dataset, Part, Preparation, firs
 from megabatch_train.data.images import CROP_NUMBERS, TrainingImages
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Random numbers of many samples at once, computed on their device. They are bitwise identical to those of `sample_seed`.
+# Random numbers of many samples at once, computed on their device. They are bitwise identical to the results of `sample_seed`.
 
 
 def uniform(seed: int, indices: Tensor, count: int) -> Tensor:  # (n,) int64 -> (n, count) float32
@@ -28,7 +28,7 @@ def uniform(seed: int, indices: Tensor, count: int) -> Tensor:  # (n,) int64 -> 
 
 
 def _sample_seeds(seed: Tensor, position: Tensor) -> Tensor:
-    """Repeats `sample_seed` line by line. int64 wraps around like the 64-bit integers there."""
+    """Computes `sample_seed` on tensors, line by line. int64 wraps around like the 64-bit integers of `sample_seed`."""
     state = seed * _to_signed(0xD1342543DE82EF95) + (position + 1) * _to_signed(0x9E3779B97F4A7C15)
     state = (state ^ _shift_right(state, 30)) * _to_signed(0xBF58476D1CE4E5B9)
     state = (state ^ _shift_right(state, 27)) * _to_signed(0x94D049BB133111EB)
@@ -36,7 +36,7 @@ def _sample_seeds(seed: Tensor, position: Tensor) -> Tensor:
 
 
 def _shift_right(state: Tensor, count: int) -> Tensor:
-    """Shifts to the right without a sign: clears the bits that the sign fills."""
+    """Shifts unsigned numbers to the right. Shifting an int64 fills the upper bits with the sign, so they are cleared."""
     return (state >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -239,7 +239,7 @@ class _ResidentImages:
 
 
 class _Crops(Source):
-    """The crops of a batch. Each chunk is cropped when it is due."""
+    """The crops of a batch. Each chunk is cropped when it is needed."""
 
     def __init__(self, images: _ResidentImages, indices: Tensor, seed: int) -> None:
         self._images, self._indices, self._seed = images, indices, seed

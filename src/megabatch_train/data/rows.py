@@ -29,8 +29,8 @@ LOG = logging.getLogger("megabatch")
 # Images inside tables. They are copied once to a file from which each image can be read separately.
 #
 # Parquet stores many images in one compressed column chunk, which must be read as a whole. The copy contains the bytes of all
-# images, each distinct image once. An index next to it has the offset and the size of the image of each row. Both files are in
-# the cache folder. They are made again if the table changes.
+# images, each distinct image once. An index next to it has, for each row, offset and size of the image. Both files are in the
+# cache folder. They are made again if the table changes.
 
 _FORMAT = 1  # version of the copies
 
@@ -52,7 +52,7 @@ def copy_images(key: str, column: str, table: str, values: Callable[[], Iterable
         key: name and version of the table.
         column: name of the column.
         table: name of the table, for messages.
-        values: returns the values of the column: encoded images as bytes, or `{"bytes": …, "path": …}`.
+        values: function that returns the values of the column, which are encoded images or `{"bytes": …, "path": …}`.
     """
     folder = paths.folder() / "images"
     key = hashlib.blake2b(f"{key} {column} {_FORMAT}".encode(), digest_size=16).hexdigest()
@@ -73,7 +73,7 @@ def copy_images(key: str, column: str, table: str, values: Callable[[], Iterable
 
 
 def _copy(values: Iterable[Any], file: Path, what: str) -> dict[str, Any]:
-    """Writes the copy. Returns offset, size, digest and path of the image of each row. The offset is −1 without an image."""
+    """Writes the copy. Returns offset, size, digest and path of each row's image. A row without an image has the offset −1."""
     LOG.info("the images of %s are copied once to %s, so that each image can be read separately", what, file)
     places: list[tuple[int, int]] = []
     digests: list[bytes] = []
@@ -101,7 +101,7 @@ def _copy(values: Iterable[Any], file: Path, what: str) -> dict[str, Any]:
         "names": torch.tensor(list(b"".join(names)), dtype=torch.uint8),
         "ends": torch.tensor(
             [0, *itertools.accumulate(map(len, names))], dtype=torch.int64
-        ),  # name i is between entries i and i + 1
+        ),  # entries i and i + 1 are start and end of name i
     }
 
 
@@ -150,7 +150,7 @@ class TextRows:
             codecs.lookup(encoding)
         except LookupError as error:
             raise ValueError(f"encoding must be an encoding of Python, such as utf-8 or latin-1, got {encoding!r}") from error
-        self._quoted: bool | None = None  # whether quotes have their meaning in CSV; None until a row is read
+        self._quoted: bool | None = None  # whether quotes are CSV syntax, not text; None until a row is read
         self._encoding = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
 
     def columns(self) -> list[str]:
@@ -266,7 +266,7 @@ class CaptionedImages:
 
 
 def has_captions(folder: Path) -> bool:
-    """Returns whether images have caption files. If it could be a folder of classes, at least half of them must have one."""
+    """Returns whether images have caption files. In a possible folder of classes, at least half of the images must have one."""
     files = list(folder.rglob("*"))
     stems = [path.with_suffix("") for path in files if is_image(path)]
     captions = {path.with_suffix("") for path in files if path.suffix.lower() in CAPTIONS}
@@ -357,7 +357,7 @@ def _find_misquote(lines: list[str], separator: str, fields: int) -> str:
 
 
 def _is_well_quoted(path: Place, encoding: str) -> bool:
-    """Returns whether the quotes of a TSV file have their meaning in CSV. If not, they are part of the texts."""
+    """Returns whether the quotes of a TSV file are syntax, as in CSV. Otherwise they are characters of the texts."""
     with path.open(encoding=encoding, newline="") as file:
         row_lines: list[str] = []
         reader, fields = csv.reader(_keep_lines(file, row_lines), delimiter="\t", strict=True), 0
@@ -475,7 +475,7 @@ class ImageFolder(_ImageFiles):
 
 
 def is_plain(path: Path) -> bool:
-    """Returns whether a folder has images, but no caption files of them, no tables and no shards."""
+    """Returns whether a folder has images, but no caption files, no tables and no shards."""
     if not os.path.isdir(path):  # a Path raises an error for long names
         return False
     files = [entry for entry in path.iterdir() if entry.is_file()]

@@ -2,9 +2,9 @@
 
 The index of a shard has name, offset and size of each member. It is made once and cached. With it, samples can be read in any
 order, by any rank or worker, and again for a second pass. Indexes are memory-mapped, so all workers of a machine share them. A
-local shard stays open between samples. The index of a remote shard needs all blocks that contain a header of a member, which
-is the whole shard unless images are larger than a block. `groups` has the number of samples of each shard. `Order` uses it to
-shuffle so that only a few shards are read at a time.
+local shard stays open between samples. To index a remote shard, every block that contains the header of a member is fetched.
+These blocks are the whole shard unless images are larger than a block. `groups` has the number of samples of each shard.
+`Order` uses it to shuffle so that only a few shards are read at a time.
 
 Damaged data does not end a run. The intact samples of a truncated shard are used, and samples without image or caption are
 skipped. `problems` lists both. An image that cannot be decoded is detected when it is read, and listed in `failures`.
@@ -182,7 +182,7 @@ def _list_samples(path: Place, length: int) -> dict[str, Any]:
         "keys": torch.tensor(list(b"".join(keys)), dtype=torch.uint8),
         "ends": torch.tensor(
             [0, *itertools.accumulate(map(len, keys))], dtype=torch.int64
-        ),  # key i is between entries i and i + 1
+        ),  # entries i and i + 1 are start and end of key i
         "places": torch.tensor(places, dtype=torch.int64).view(-1, 2, 3),
         "problems": problems,
     }

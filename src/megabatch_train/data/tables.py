@@ -259,7 +259,7 @@ class Table(Dataset):
         return place(name) if is_url(name) else self.root / name
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) or (n, 2) int64
-        """Returns ids of rows that share an image or a text. If one id is not enough, a row has an image id and a text id."""
+        """Returns equal ids for rows that share an image or a text. If one id is not enough, a row has an id for each side."""
         return self._ids[torch.as_tensor(indices, dtype=torch.int64)]
 
     def part(self, indices: Sequence[int]) -> "Table":
@@ -286,12 +286,12 @@ class Table(Dataset):
         return self._negative_ends[index] - (self._negative_ends[index - 1] if index else 0)
 
     def negatives_of(self, indices: Sequence[int]) -> Tensor:  # (m,) int64
-        """Returns the hard negatives of samples. Their indices, which `read` accepts for side 1, begin after the samples."""
+        """Returns the indices of hard negatives of samples, for `read` of side 1. They begin after the indices of samples."""
         ends = [(self._negative_ends[index], self.negative_count(index)) for index in indices]
         return torch.tensor([len(self) + end - count + i for end, count in ends for i in range(count)], dtype=torch.int64)
 
     def negative_ids(self, negatives: Tensor) -> Tensor:  # (m,) int64 -> (m,) or (m, 2) int64
-        """Returns the ids of a sample whose second text equals the negative, or else an unused negative number.
+        """Returns the ids of a sample whose second text equals the hard negative, or else an unused number below zero.
 
         If each row has two ids, both are taken from one sample. If several samples have this text, a sample that shares the
         first side of the negative's owner is preferred.

@@ -236,7 +236,7 @@ class TensorBoardLog:
         self._numbers = []
 
     def _give_up(self) -> None:
-        """Ends the writer and its thread. `SummaryWriter.close` cannot, because it flushes first and raises an error again."""
+        """Ends the writer and its thread. `SummaryWriter.close` would flush first, which raises the error again."""
         writer, self._writer = self._writer, None
         with contextlib.suppress(OSError):  # the disk is still full
             writer.file_writer.close()

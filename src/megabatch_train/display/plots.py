@@ -140,7 +140,7 @@ def label_lines(axes: Any) -> None:
     to_fraction = (axes.transData + axes.transAxes.inverted()).transform
     ends = sorted(((*to_fraction(one.get_xydata()[-1]), one) for one in lines), key=lambda end: end[1])
     rows = axes.get_subplotspec().get_gridspec().nrows
-    distance = 1.25 * LABEL_POINTS / 72 / (0.75 * axes.figure.get_figheight() / rows)  # of names, in heights of a panel
+    distance = 1.25 * LABEL_POINTS / 72 / (0.75 * axes.figure.get_figheight() / rows)  # between names, in heights of a panel
     paper = {"facecolor": PAPER, "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
     columns: dict[float, list[tuple[float, float, Any]]] = {}  # lines by the position of their names
     for end in ends:

@@ -76,7 +76,8 @@ def loss(run: SavedRun) -> tuple[str, Any] | None:
     description, figure = result
     (axes,) = figure.axes
     axes.lines[-1].set_label("training data, one batch")
-    _line(axes, *zip(*points, strict=True), "evaluation data, all pairs", plots.PALETTE[1])
+    steps, losses = [step for step, _ in points], [value for _, value in points]
+    _line(axes, steps, losses, "evaluation data, all pairs", plots.PALETTE[1])
     plots.legend(axes)
     return f"{description}; evaluation data: {tables.short(points[-1][1])} at the end", figure
 
@@ -257,7 +258,7 @@ def gallery(pair: Pair, dataset: Dataset, drawn: Dataset, queries: Sequence[str]
 
 
 def choose_side(dataset: Dataset) -> int:
-    """Returns the side to search for texts: the images of captions, or the documents of queries."""
+    """Returns the side in which a text query searches, which is the images, or the documents if both sides are texts."""
     return 0 if dataset.sides[0] == IMAGE else 1
 
 
@@ -281,7 +282,7 @@ def _images(dataset: Dataset) -> _Candidates:
 
 
 def _documents(dataset: Dataset) -> _Candidates:
-    """Returns the documents as candidates. A document of several queries is one candidate, and a query can have several."""
+    """Returns the documents as candidates. A document of several queries is one candidate. A query can have several."""
     order = _shuffle(dataset)
     sample_of: dict[str, int] = {}  # document → its sample
     pairs: list[tuple[str, int]] = []
@@ -517,7 +518,7 @@ def _credits(run: SavedRun) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # The report of a run that continues. An observer writes the page every few minutes, without search results.
 
-EVERY = 300.0  # seconds between two pages, because a page takes about a second of the training thread
+EVERY = 300.0  # seconds between two pages; writing one takes about a second of the training thread
 
 
 class LiveReport:

@@ -312,7 +312,7 @@ def chance(evaluation: Mapping[str, Any], metric: str) -> float | None:
         return None
     direction, kind, k = match.groups()
     queries, candidates = (samples, texts or samples) if direction.endswith("_to_text") else (texts or samples, samples)
-    correct = (pairs or max(queries, candidates)) / queries  # on average
+    correct = (pairs or max(queries, candidates)) / queries  # correct candidates per query, on average
     if k is not None:
         return expect_recall(int(k), candidates, correct)
     return None if kind == "median_rank" and correct > 1 else expect_rank(candidates, correct)

@@ -272,7 +272,7 @@ class _MatchingDocuments:
         self._counts = torch.bincount(self._pairs // documents)  # number of documents of each query
 
     def most_others(self, rows: slice) -> int:
-        """Returns the largest number of matching documents of these rows' queries, not counting the document of the row."""
+        """Returns how many matching documents a query of these rows has at most, in addition to the document of its row."""
         return int(self._counts[self._queries[rows]].max()) - 1
 
     def remove(self, candidates: Tensor, rows: slice) -> Tensor:  # (n, k) int64
@@ -304,10 +304,10 @@ def hard_negatives(
         document: (M, D) embeddings.
         positive: (N,) the document of each query.
         choice: the documents that can be negatives.
-        ids: ids of queries and documents. A document with the id of a query is not its negative (default: only the document of
-            the query is excluded).
+        ids: ids of queries and documents. A document is not a negative of a query with the same id (default: only the
+            document of the query is excluded).
         queries: a number for each row of `query`, counted from 0. Rows with equal numbers are one query, and the documents of
-            all these rows are not its negatives. It cannot be combined with ids.
+            all these rows are not its negatives. `queries` cannot be combined with `ids`.
         first: query to begin with.
         device: device of the computation (default: device of the queries).
     """
@@ -422,7 +422,7 @@ def targets(output: Path) -> list[Path]:
 
 
 def check_output(output: Path) -> None:
-    """Raises an error before the work begins if `write` could not write: checks the extension, the package and existing files.
+    """Checks the extension, the package and existing files before the work begins. Raises an error if `write` would fail.
 
     `write` replaces only files of an earlier `write`. Any other existing file raises an error.
     """
@@ -460,7 +460,7 @@ def _about_parquet(path: Path) -> Any:
 
 
 def continue_or_begin(work: Path, about: dict[str, Any]) -> None:
-    """Continues the folder if it has the same model and data. Raises an error if they differ."""
+    """Continues the work in a folder, or begins it. Raises an error if the folder is for another model or other data."""
     path = work / "about.json"
     if path.exists():
         before = json.loads(path.read_text())

@@ -49,7 +49,7 @@ def expect_rank(candidates: int, correct: float = 1) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Retrieval ranks if a row has several matching columns, or a column has several matching rows: the rank of the best match.
+# Retrieval ranks of the best match, if rows have several matching columns or columns have several matching rows.
 #
 # The library ranks one entry of each row and of each column in one pass over the tiles. Here, this entry is the best match.
 # Finding it takes one dot product for each matching pair. Ties and NaN are as in `pairwise_rank`: similarities within rounding
@@ -70,8 +70,8 @@ def ranks_of_best(
 ) -> PairRanks:  # (N,), (M,) int64
     """Returns the retrieval rank of the best match of each row and of each column. Rank 0 is best.
 
-    The rank of row i is the smallest position of a matching column in `(x @ y.T)[i]` in descending order. Other matching
-    columns are not counted. The matrix is not stored. A column without a match ranks last.
+    To rank row i, `(x @ y.T)[i]` is sorted in descending order. The rank is the first position of a matching column. Other
+    matching columns are not counted. The matrix is not stored. A column without a match ranks last.
 
     Args:
         x: (N, D) embeddings.
@@ -96,7 +96,7 @@ def ranks_of_best(
 
 
 class _MatchingEntries(NamedTuple):
-    """The logit matrix entries of this rank's matching pairs, and the best entry of each row. Columns exchange x and y."""
+    """The logit matrix entries of this rank's matching pairs, and the best entry of each row. For columns, exchange x and y."""
 
     rows: Tensor  # (P,) int64
     columns: Tensor  # (P,) int64, counted over all ranks
@@ -122,7 +122,7 @@ class _MatchingEntries(NamedTuple):
         return _MatchingEntries(rows, columns, similarity, noise, *_best(len(x), similarity, rows, columns))
 
     def count_before(self) -> Tensor:  # (N,) int64
-        """Returns how many matching columns rank before each row's best match, because they are equal up to rounding or NaN."""
+        """Returns how many matching columns rank before a row's best match, because they equal it up to rounding or are NaN."""
         match, target = self.match[self.rows], self.target[self.rows]
         later = (self.similarity <= match + self.noise) & (self.columns > target)
         before = ~((self.similarity < match - self.noise) | later) & (self.columns != target)
@@ -130,7 +130,7 @@ class _MatchingEntries(NamedTuple):
 
 
 def _best(N: int, similarity: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
-    """Returns the best similarity of each row and its column, the first of equal ones. It is NaN if all matches are NaN."""
+    """Returns the best similarity of each row and the first column that has it. It is NaN if all matches of a row are NaN."""
     lowest, none = torch.finfo(similarity.dtype).min, torch.iinfo(torch.int64).max
     comparable = similarity.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=lowest)
     best = torch.full((N,), -torch.inf, dtype=comparable.dtype, device=comparable.device).scatter_reduce(
@@ -195,7 +195,7 @@ def retrieval(
         image: (N, D) embeddings of the first side.
         text: (M, D) embeddings of the second side.
         owners: (M,) the row of `image` that each text belongs to, if images have several texts. The best text counts. None if
-            row i belongs to row i. With a group, an image and its texts must be on the same rank.
+            row i of `text` belongs to row i of `image`. With a group, an image and its texts must be on the same rank.
         pairs: (P,), (P,) the rows of `image` and of `text` that belong together, if texts can have several images too. Every
             row occurs at least once, and the best match counts. With a group, these are the pairs of all ranks, and rows are
             counted over all ranks.
@@ -352,7 +352,7 @@ def evaluate(
     """
     world = World.of(group, device_of(pair.second.module))
     pairs = _pairs_of(dataset)
-    if len(pairs.item_samples) < world.size:  # all ranks raise it, because the other ranks would wait forever
+    if len(pairs.item_samples) < world.size:  # all ranks raise the error, because otherwise the others would wait forever
         raise ValueError(f"dataset must have at least one item for each of {world.size} ranks, got {len(pairs.item_samples)}")
     if len(pairs.document_samples) < world.size:
         group, world = None, World.of(None, world.device)  # with so few documents, each rank evaluates everything

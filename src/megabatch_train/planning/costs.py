@@ -32,8 +32,8 @@ INF_CL_BLOCKS, INF_CL_RING_BLOCKS = 10, 5
 
 # Minimum seconds of a loss in a step. At 4k pairs on an H200, 0.8 to 1.2 ms were measured
 # (benchmarks/results/plan_validation.md). In a step, the CPU launches the kernels of the loss while the GPU still encodes. A
-# small loss without a step is launch-bound (benchmarks/results/small_gpu.md). Computation hides part of this time, so the two
-# times are combined as the cube root of the sum of their cubes.
+# small loss without a step is launch-bound (benchmarks/results/small_gpu.md). Computation hides part of this minimum, so
+# minimum and computing time are combined as the cube root of the sum of their cubes.
 LAUNCHING = 0.9e-3
 
 
@@ -90,7 +90,7 @@ def _megabatch(shape: Shape) -> float:
     rows, columns = min(strip.rows, n), min(strip.columns, n)
     work = rows * columns * element + 2 * rows * D * FLOAT
     if shape.ranks == 1:
-        # dx has its own dtype, and the sums of dy are float32. If dy is not float32, the sums are rounded to a copy at the end.
+        # dx has the dtype of the inputs, and the sums of dy are float32. If dy is not float32, its sums are rounded to a copy.
         last = block * s if s < FLOAT else 0
         return rounded + block * s + block * FLOAT + statistics + max(work, last)
     # The ring holds traveling columns, sums of rows, and sums of columns (new, arriving, leaving, and on the home rank). With
@@ -186,7 +186,7 @@ def clip_passes(D: int, element_bytes: int, *, sums_bytes: int = 4, statistics_b
         D: embedding dimension.
         element_bytes: bytes of a number in traveling embeddings: 2 for half precision and under autocast.
         sums_bytes: bytes of a number in a gradient sum.
-        statistics_bytes: bytes of a number in a sum of exponentials, which depend on the backend (8 for Triton).
+        statistics_bytes: bytes of one sum of exponentials. Its dtype depends on the backend (8 bytes for Triton).
     """
     statistics = 2 * (statistics_bytes or sums_bytes)
     return [

@@ -39,7 +39,7 @@ def number(text: str) -> int:
 
 GIB = 2**30
 
-# Fraction of the memory that PyTorch can allocate, assumed for all GPUs. The memory is the gigabytes of the datasheet in GiB,
+# Fraction of the memory that PyTorch can allocate, assumed for all GPUs. The gigabytes of the datasheet are counted as GiB,
 # minus error correction. An H200 reports 139.8 of 141 (benchmarks/results/loss_gpu.json). Contexts, libraries and fragmentation
 # take the rest.
 USABLE = 0.94
@@ -83,7 +83,7 @@ class Gpu:
     between: float  # GB/s in one direction of a link to other nodes, assumed
     rail_each: bool  # whether each GPU of a node has such a link (otherwise all GPUs share one link), assumed
     source: str
-    to_one: float | None = None  # the part of `inside` that one other GPU can get; None for all of it
+    to_one: float | None = None  # GB/s in one direction to one other GPU; None if it is equal to `inside`
     correction_gb: float = 0  # GB that error correction takes
 
     @property

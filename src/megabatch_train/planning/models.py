@@ -137,7 +137,7 @@ class _Float32(TorchFunctionMode):
 # Towers by name, without weights, because a plan needs only the shapes of a model.
 #
 # The names are as in `towers.load`. Nothing is allocated or downloaded, so the config.json of "hf:NAME" must be a local file.
-# If only the number of parameters is known, a transformer of this size replaces the tower.
+# If only the number of parameters is known, a transformer with this number replaces the tower.
 
 
 SMALL_TEXT_GRAMS = 64  # number of n-grams of a name or a short sentence
@@ -173,7 +173,7 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of these parameters."""
+        """Bytes of the parameters of both towers. Shared parameters count once."""
         return sum(p.numel() * p.element_size() for p in self._each_once())
 
     @property

@@ -229,7 +229,7 @@ def _seconds(axes: Any, plan: Plan) -> None:
 
 
 def _counts(plan: Plan) -> list[tuple[int, int]]:
-    """Returns (nodes, GPUs per node): powers of two of GPUs up to one node, and then powers of two of nodes."""
+    """Returns (nodes, GPUs per node). Up to one node, the number of GPUs doubles, and then the number of full nodes doubles."""
     per_node = plan.setup.per_node
     inside = [(1, 2**i) for i in range(per_node.bit_length()) if 2**i < per_node]
     return inside + [(2**i, per_node) for i in range(13) if 2**i * per_node <= MOST_GPUS]

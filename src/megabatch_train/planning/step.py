@@ -125,7 +125,7 @@ class Plan:
     encoders: tuple[Encoder, ...]
     chunk: int
     checkpointing: bool = False  # whether activations are computed again in the backward pass
-    checkpointed_chunk: int = 0  # samples that fit with checkpointing; 0 unless `chunk` is small and without checkpointing
+    checkpointed_chunk: int = 0  # samples that fit with checkpointing; 0 if `chunk` is large or checkpointed
 
     # Memory
 
@@ -177,7 +177,7 @@ class Plan:
         return self.rows(batch) * sum(tower.embedding for tower in self.encoders)
 
     def inputs(self, batch: int, source: str) -> float:
-        """Returns the bytes of inputs on the device: the whole batch, or two chunks of the tower that encodes."""
+        """Returns the bytes of inputs on the device: the whole batch, or two chunks of the tower that is encoding."""
         if source == DEVICE:
             return self.rows(batch) * sum(tower.input_bytes for tower in self.encoders)
         return 2 * min(self.chunk, self.rows(batch)) * max(tower.input_bytes for tower in self.encoders)
@@ -187,7 +187,7 @@ class Plan:
         return self.rows(batch) * self.setup.per_node * sum(tower.input_bytes for tower in self.encoders)
 
     def while_encoding(self, batch: int, source: str) -> Memory:
-        """Returns the memory of a cached step at the peak of the largest tower's backward pass over a chunk."""
+        """Returns the memory of a cached step at its peak in the backward pass over a chunk, for the tower that needs most."""
         chunk = min(self.chunk, self.rows(batch))
         return replace(
             self.states,
@@ -261,7 +261,7 @@ class Plan:
             element = HALF if self.setup.half else FLOAT
             return costs.estimate_wait(self.setup.cluster, shape.rows, shape.dim, element)
         if system == INF_CL:
-            return 0.0  # Inf-CL sends columns and gradients in float32 in two rings while it computes for much longer
+            return 0.0  # Inf-CL hides its two float32 rings behind a much longer computation
         # The dense losses all-gather the embeddings of both towers, and reduce-scatter their gradients.
         return costs.all_reduce_seconds(self.setup.all_links, 2 * shape.batch * shape.dim * FLOAT)
 
@@ -315,7 +315,7 @@ def on(plan: Plan, nodes: int, per_node: int) -> Plan:
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Returns the largest number that fits by bisection. Every smaller number must fit too."""
+    """Finds the largest number that fits, by bisection. Every smaller number must fit, too."""
     if not fits(1):
         return 0
     low, high = 1, 2

@@ -1,4 +1,4 @@
-"""Encoders by name: `towers.load("small")`, "open_clip:ViT-B-32", "hf:NAME"; saved and loaded again by `save` and `load_saved`.
+"""Loads encoders by name: `towers.load("small")`, "open_clip:ViT-B-32", "hf:NAME". Saves and loads trained encoders.
 
 Optional packages are imported when they are needed.
 """

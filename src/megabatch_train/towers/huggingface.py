@@ -118,8 +118,8 @@ class TextEncoder(nn.Module):
     def pack(self) -> bool:
         """Encodes texts without padding from now on if the embeddings stay the same. Returns whether they do.
 
-        The embedding of a text must not depend on the other texts of its chunk. In convolutions and recurrent layers it would,
-        because these read the tokens of neighboring texts.
+        The embedding of a text must not depend on the other texts of its chunk. With convolutions and recurrent layers it
+        would, because such layers read the tokens of neighboring texts.
         """
         if not ("position_ids" in self._takes and enable_packing(self.model)):
             return False
@@ -174,7 +174,7 @@ class ImageEncoder(nn.Module):
 
 
 def load(name: str, lora: LoraConfig | None = None) -> Pair:
-    """Loads encoders with weights, tokenizer and image processor by names on the hub or folders. `lora` adds adapters.
+    """Loads encoders with weights, tokenizer and image processor from the hub or from folders. `lora` adds adapters.
 
     The options of the pair come from the files of sentence-transformers. They are not applied yet.
     """
@@ -375,7 +375,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _locate(part: str, *, absolute: bool) -> str:
-    """Returns a name on the hub unchanged. A folder must exist. Adapters load it again, so they need an absolute path."""
+    """Returns a name on the hub, or the path of an existing folder. Runs with adapters load it again by an absolute path."""
     if os.path.isdir(part):
         return os.path.abspath(part) if absolute else part
     if part.startswith(("/", "./", "../", "~")) or part.count("/") > 1:
@@ -537,7 +537,7 @@ def _head(model: nn.Module, dim: int | None, inner: int | None = None) -> nn.Mod
 
 
 def freeze_unused(encoder: nn.Module, inputs: dict[str, Tensor]) -> None:
-    """Freezes parameters that embeddings do not depend on, such as a pooler. DDP would wait for their gradients forever."""
+    """Freezes parameters that embeddings do not depend on, such as a pooler's. DDP would wait for their gradients forever."""
     training = encoder.training
     encoder.eval()  # evaluation draws no random numbers
     with torch.enable_grad():

@@ -22,7 +22,7 @@ except ImportError:  # before version 2.10
 # Preprocessing: tokenizers or hashed words, and images of the encoder's size.
 
 LONGEST = 128  # maximum number of tokens; a longer text is truncated; models with fewer positions have a lower limit
-_NO_LIMIT = 1_000_000  # tokens; tokenizers without a limit have a larger number
+_NO_LIMIT = 1_000_000  # a tokenizer without a limit has a larger maximum number of tokens
 IMAGE_SIZE = 224  # side length in pixels if the config has no image size
 _FIRST_WORD = 3  # ids below are special tokens in most vocabularies
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
@@ -269,7 +269,7 @@ def disable_packing(model: Any) -> None:
 
 
 def _mask(attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
-    """Returns None without an attention mask: packed texts need no mask, and other texts use the attention's causal flag."""
+    """Returns None without an attention mask, because packed texts need no mask and other texts use the causal flag."""
     from transformers.masking_utils import sdpa_mask
 
     mask: Tensor | None = None if attention_mask is None else sdpa_mask(attention_mask=attention_mask, **options)
@@ -344,7 +344,7 @@ def _attend_padded(
     window: int | None,
     dropout: float,
 ) -> Tensor:  # (T, heads, d)
-    """Computes attention of texts that are padded at their ends, where causal attention does not look."""
+    """Pads the texts at their ends and computes attention. Tokens do not attend to the padding, because attention is causal."""
     texts = len(limits) - 1
     rows = torch.repeat_interleave(torch.arange(texts, device=limits.device), limits.diff(), output_size=len(query))
     places = rows * longest + torch.arange(len(query), device=limits.device) - limits[rows]

@@ -120,7 +120,7 @@ def quantization_options(how: str) -> dict[str, Any]:
 
 
 def find_trained(module: nn.Module) -> set[str]:
-    """Returns the names in a module's state that training changes: the names of trained weights and of buffers."""
+    """Returns the names of the tensors in a module's state that training changes: trained weights and buffers."""
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     return trained | ({name for name, _ in module.named_buffers()} & set(module.state_dict()))
 

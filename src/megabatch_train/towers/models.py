@@ -105,7 +105,7 @@ class Prompted:
 
 
 def adapt_texts(pair: Pair, options: Mapping[str, Any]) -> Pair:
-    """Returns the pair with the `TEXT_OPTIONS` among the options: prompts, maximum length, pooling and packing."""
+    """Applies the `TEXT_OPTIONS` among the options: prompts, maximum length, pooling and packing. Returns the new pair."""
     given = {key: options[key] for key in TEXT_OPTIONS if key in options}
     if of_encoder := {key: given[key] for key in huggingface.OPTIONS if key in given}:
         huggingface.adapt(pair, of_encoder)
@@ -127,7 +127,7 @@ def text_options(pair: Pair) -> dict[str, Any]:
 
 
 def anchor(spec: str, directory: Path) -> str:
-    """Returns the model specification with absolute paths, for relative paths that exist in a directory.
+    """Returns the model specification. Relative paths that exist in a directory become absolute.
 
     Args:
         spec: see `megabatch_train.names.MODELS`, or the folder of a run.
@@ -168,8 +168,8 @@ def image_size(spec: str, options: Mapping[str, Any]) -> int | None:
 # - Two encoders of transformers have their configs and tokenizers in the folders `first` and `second`. Their weights are in one
 #   file, so both are always from the same step. `megabatch export` writes a separate model of each.
 # - LoRA adapters are in the folders `first` and `second`, in the format of PEFT, next to config and tokenizer. They are not in
-#   the folder of the run, because transformers would load a model from there without them. With LoRA on "hf:NAME", the file
-#   contains only trained tensors, and the other tensors are loaded by that name.
+#   the folder of the run, because transformers would load the model there without its adapters. With LoRA on "hf:NAME",
+#   `model.safetensors` contains only trained tensors, and the other tensors are loaded by that name.
 
 
 WEIGHTS = "model.safetensors"
@@ -281,7 +281,7 @@ def _build(description: dict[str, Any], place: Path) -> Pair:
 
 
 def _bases(pair: Pair, place: Path) -> dict[str, str]:
-    """Returns the folders of the base models of adapters: absolute path → path relative to the folder of the saved model."""
+    """Returns the folders that adapters load base models from, as {absolute path: path relative to the saved model}."""
     if not pair.base_is_elsewhere:
         return {}
     folders = [part for part in pair.name.partition(":")[2].split("+") if os.path.isabs(part)]
@@ -336,7 +336,7 @@ def _with_adapters(pair: Pair, weights: dict[str, Tensor], place: Path) -> dict[
     remaining: dict[str, Tensor] = {}
     for prefix, module in _modules(pair).items():
         own, folder = _of(prefix, weights), place / prefix.rstrip(".")
-        inner = "model." if prefix else ""  # one of two towers consists of `model` and a projection
+        inner = "model." if prefix else ""  # each of two towers consists of `model` and a projection
         if pair.lora.merge:
             own = lora.merge_adapters(module, own)
             if prefix not in ("", _LAYERS):
@@ -353,7 +353,7 @@ def _with_adapters(pair: Pair, weights: dict[str, Tensor], place: Path) -> dict[
 
 
 def _of(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors whose names begin with a prefix, and removes it. An empty prefix excludes `_LAYERS`."""
+    """Returns the tensors whose names begin with a prefix, without the prefix. An empty prefix excludes `_LAYERS`."""
     if not prefix:
         return {key: value for key, value in weights.items() if not key.startswith(_LAYERS)}
     return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}

@@ -88,7 +88,7 @@ class ModelConfig:
 
 
 def _check_names(model: Mapping[str, Any], source: str) -> None:
-    """Raises an error if a config names something other than an architecture, or options that can run code."""
+    """Raises an error if the timm model is not the name of an architecture, or if tokenizer options can run code."""
     vision, text = model["vision_cfg"], model["text_cfg"]
     if not re.fullmatch(r"[\w.-]*", str(vision.get("timm_model_name") or "")):
         raise ValueError(
@@ -165,8 +165,8 @@ def nearest(word: str, names: Sequence[str]) -> str:
 # of open_clip, "FILE.json".
 #
 # Both towers are the same module, which is called with images or with texts, because open_clip's CLIP has no separate module
-# for its text side. open_clip loads the state of `module.model`. The loss has its own scale, which starts at the scale of the
-# model. The model's scale is frozen, and `models.save` replaces it by the trained scale of the loss.
+# for its text side. open_clip can load the state of `module.model`. The loss has its own scale, which starts at the scale of
+# the model. The model's scale is frozen, and `models.save` replaces it by the trained scale of the loss.
 
 
 CONFIG = "open_clip_config.json"
@@ -320,7 +320,7 @@ class Description:
 
 
 class _OpenClipImages:
-    """Evaluation uses open_clip's transform. Training uses its random crop, drawn from the generator of the sample."""
+    """Evaluation uses open_clip's transform. Training uses open_clip's random crop, drawn from the sample's generator."""
 
     def __init__(self, visual: Any, evaluation: Any) -> None:
         size = visual.image_size
@@ -361,7 +361,7 @@ class _OpenClipTexts:
         return {"text": tokens.long()}
 
     def write(self, folder: Path) -> None:
-        """Writes a transformers tokenizer, which open_clip expects in the model's folder. Its own tokenizers need no files."""
+        """Writes a transformers tokenizer, which open_clip expects in the model's folder. open_clip's own need no files."""
         inner: Any = getattr(self.tokenizer, "tokenizer", None)
         if hasattr(inner, "save_pretrained"):
             inner.save_pretrained(folder)
@@ -445,7 +445,7 @@ def _clip_config(transformers: Any, described: dict[str, Any], model: Any) -> An
             "num_hidden_layers": text["layers"],
             "num_attention_heads": text["heads"],
             "max_position_embeddings": model.context_length,
-            # With 2, the value of old configs, transformers pools the token with the largest id instead of the first end token.
+            # If eos_token_id is 2, as in old configs, transformers pools the token of the largest id, not the first end token.
             "bos_token_id": model.token_embedding.num_embeddings - 2,
             "eos_token_id": model.token_embedding.num_embeddings - 1,
             "pad_token_id": model.token_embedding.num_embeddings - 1,

@@ -16,7 +16,7 @@ from megabatch import extras, file_io
 LOG = logging.getLogger("megabatch")
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Poolings, which reduce the states of a text's tokens to one vector. The definitions are those of sentence-transformers.
+# Poolings, which reduce the states of a text's tokens to one vector. They are defined as in sentence-transformers.
 
 CLS, MEAN, MAX, LAST, WEIGHTED_MEAN, MEAN_SQRT_LEN = "cls", "mean", "max", "last", "weighted_mean", "mean_sqrt_len"
 POOLINGS = (CLS, MEAN, MAX, LAST, WEIGHTED_MEAN, MEAN_SQRT_LEN)
@@ -65,7 +65,7 @@ def widen(states: Tensor) -> Tensor:
 
 MODULES, ABOUT, TEXTS = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
 _LIBRARY = "sentence_transformers.models"
-_POOLINGS = {  # names that versions from 6 on write
+_POOLINGS = {  # names that version 6 and later versions write
     "cls": CLS,
     "max": MAX,
     "mean": MEAN,

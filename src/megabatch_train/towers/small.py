@@ -190,7 +190,7 @@ class _SmallTexts:
 
 
 def pad(samples: list[Tensor]) -> tuple[Tensor, Tensor]:  # n of (k,) int64 -> (n, longest) int64 each
-    """Pads samples to the longest, or to length 1 if all are empty. Returns them, and a mask with 1 for their entries."""
+    """Pads samples to the longest, or to length 1 if all are empty. Returns padded samples, and a mask with 1 for entries."""
     lengths = torch.tensor([len(sample) for sample in samples])
     padded = nn.utils.rnn.pad_sequence(samples, batch_first=True)
     if not padded.shape[1]:
@@ -200,7 +200,7 @@ def pad(samples: list[Tensor]) -> tuple[Tensor, Tensor]:  # n of (k,) int64 -> (
 
 @lru_cache(maxsize=1 << 16)
 def n_grams(text: str, buckets: int, lengths: tuple[int, ...]) -> Tensor:  # (k,) int64
-    """Returns hash buckets of a text's words and their character n-grams. Unlike `hash`, they are equal in every process."""
+    """Returns hash buckets of a text's words and their character n-grams. Unlike with `hash`, all processes get equal ones."""
     grams: list[str] = []
     for word in _WORD.findall(text.lower()):
         marked = _BEGIN + word + _END

@@ -51,7 +51,7 @@ def layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _repeats(parts: list[nn.Module]) -> bool:
-    """Returns whether these are at least two blocks of one class that consist of several modules."""
+    """Returns whether the parts are at least two blocks of one class, which all have submodules."""
     return len(parts) > 1 and len({type(part) for part in parts}) == 1 and all(any(part.children()) for part in parts)
 
 
@@ -178,7 +178,7 @@ class PatchConv2d(nn.Conv2d):
         """Returns the convolution as a view of (N, rows, columns, out_channels), which is the layout of tokens."""
         height, width = self.kernel_size
         if input.dim() != 4 or input.shape[1] != self.in_channels or input.shape[2] < height or input.shape[3] < width:
-            return super().forward(input)  # an image without a batch, or PyTorch's error message
+            return super().forward(input)  # handles an image without a batch, or raises PyTorch's error
         if torch.is_autocast_enabled(input.device.type) and input.dtype == torch.float32:
             input = input.to(torch.get_autocast_dtype(input.device.type))  # cast first, so that fewer bytes are rearranged
         rows, columns = input.shape[2] // height, input.shape[3] // width
@@ -191,7 +191,7 @@ def replace_patch_convolutions(modules: Sequence[nn.Module]) -> None:
     """Replaces convolutions whose windows do not overlap by `PatchConv2d`, in place. Parameters and names do not change.
 
     Subclasses of `nn.Conv2d` are not replaced, because they may compute something else. Convolutions with windows of one pixel
-    are not replaced either: there is nothing to rearrange, and a matmul would only change the memory layout for later layers.
+    are not replaced either, because they rearrange nothing, and a matmul would only change the memory layout for later layers.
 
     Args:
         modules: the modules of the two sides, before they are wrapped or sharded. Both can be the same module.
@@ -222,9 +222,9 @@ def _windows_do_not_overlap(layer: nn.Conv2d) -> bool:
 # Makes compiled code use PyTorch's random numbers. The second pass of gradient caching must repeat the random numbers of the
 # first pass. The compiler's own random numbers depend on the graph, which differs without gradients.
 COMPILER_OPTIONS: dict[str, Any] = {"options": {"fallback_random": True}}
-# For layers of any size: one kernel computes both sums, over rows and over columns, of a normalization's backward pass for any
-# number of rows. Without this option, the compiler decides by the number of rows, adds guards (at 4,096 rows, for example), and
-# compiles small chunks again.
+# Option for layers that are compiled for any size. The backward pass of a normalization sums over rows and over columns. With
+# this option, one kernel computes both sums for any number of rows. Without it, the compiler decides by the number of rows,
+# adds guards (at 4,096 rows, for example), and compiles small chunks again.
 ANY_SIZE = "mix_order_reduction_non_strict_mode"  # not in all versions of PyTorch
 
 # Limit of compilations of one function. All layers of all towers count as one function. Each kind of layer is compiled for two
@@ -268,7 +268,7 @@ def compile_layers(module: nn.Module, *, any_size: bool = False) -> None:
     """Makes the layers of a tower compile themselves when they are called, with one compilation for all of them.
 
     Args:
-        module: the tower. Its parameters must already be frozen, if they will be.
+        module: the tower. Parameters that will be frozen must already be frozen.
         any_size: whether the first compilation is already for any size.
     """
     options = dict(COMPILER_OPTIONS)
@@ -291,7 +291,7 @@ def _has_any_size() -> bool:
 
 
 def _input_with_gradient(call: Any) -> Callable[..., Any]:
-    """Returns a call of the first trained layer in which its input requires a gradient, like the inputs of all later layers.
+    """Returns a call of the first trained layer that makes its input require a gradient, as the inputs of later layers do.
 
     After frozen embeddings, the input would not require a gradient, and the compiler would compile this layer separately. The
     gradient is not used. It costs the matmuls of the layer's first projections.
@@ -428,7 +428,7 @@ def allows_remote_code() -> bool:
 
 @contextmanager
 def explain_remote_code(name: str) -> Iterator[None]:
-    """Raises an error that names the flag if a model needs code of its files. transformers does not prompt in the terminal."""
+    """Raises an error that names the flag if a model needs code of its files, instead of a prompt in the terminal."""
     if not extras.is_installed("transformers"):
         yield
         return

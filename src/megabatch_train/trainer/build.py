@@ -85,7 +85,7 @@ def _find_used(module: nn.Module, inputs: Any) -> set[int]:
 
 
 def _set_evaluation_mode(module: nn.Module) -> None:
-    """Sets every part without trained parameters to evaluation mode."""
+    """Sets every part that has parameters, but only frozen ones, to evaluation mode."""
     parameters = list(module.parameters())
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         module.eval()
@@ -195,7 +195,7 @@ def _shard(module: nn.Module, world: World, offload: bool) -> nn.Module:
 
 
 def _has_unused(module: nn.Module, inputs: Sequence[Any], device: torch.device) -> bool:
-    """Returns whether a parameter never gets a gradient, such as a pooler of transformers. DDP would wait for its gradient."""
+    """Returns whether a parameter never gets a gradient, such as the weight of an unused pooler. DDP would wait for it."""
     with torch.enable_grad(), batchnorm.keep_running_statistics(batchnorm.layers([module])):
         outputs = [call(module, map_rows(lambda tensor: tensor.to(device), chunk)) for chunk in inputs]
     used_ids = parameters_in([as_encoded(output, type(module).__name__).embeddings for output in outputs])
@@ -228,7 +228,7 @@ def gather_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
 # Optimizers and their parameter groups.
 
 MOMENTS = {"adamw": 2.0, "lion": 1.0, "adafactor": 0.5}  # approximate bytes of optimizer state per byte of a parameter
-SHORTEST_FACTORED = 32  # AdaFactor stores the full second moment of a matrix if one of its dimensions is shorter
+SHORTEST_FACTORED = 32  # AdaFactor stores the full second moment of a matrix with a dimension shorter than this
 OLDEST_TIMM = (1, 0, 29)  # older versions average AdaFactor's second moment over the wrong dimension of some matrices
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, _NormBase)
 
@@ -351,7 +351,7 @@ class Average:
 # count either, so texts have the mean length of a few samples. The loss is excluded, because it takes at most one percent of a
 # step.
 
-TRAINED, ADAPTED, FROZEN = 3, 2, 1  # number of forward passes that cost as much as the necessary operations of a tower
+TRAINED, ADAPTED, FROZEN = 3, 2, 1  # necessary operations of a tower, counted in forward passes
 
 
 class Utilization:
@@ -378,7 +378,7 @@ class Utilization:
 
 
 def _passes(module: nn.Module) -> int:
-    """Returns the number of forward passes that cost as much as the necessary operations of a tower.
+    """Returns the necessary operations of a tower, counted in forward passes.
 
     A tower with fewer trained than frozen parameters counts as a tower with adapters.
     """
@@ -462,7 +462,7 @@ def build(config: TrainConfig, pair: Pair, samples: Callable[[int, int], Any], e
     Args:
         config: the settings of the run.
         pair: the towers, which are changed in place.
-        samples: a function from a side and a number to the inputs of so many samples.
+        samples: a function that takes a side and a number, and returns the inputs of that many samples.
         encoded: the sides that are encoded in each step.
         world: the ranks.
     """

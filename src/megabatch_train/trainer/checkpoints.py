@@ -127,7 +127,7 @@ def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def free_name(path: Path, prefix: str) -> Path:
-    """Returns the path `prefix_NAME`, or `prefix_NAME_1` and so on if it exists."""
+    """Returns the first path of `prefix_NAME`, `prefix_NAME_1`, … that does not exist."""
     number = 0
     while (other := path.with_name(f"{prefix}_{path.name}" + (f"_{number}" if number else ""))).exists():
         number += 1
@@ -250,7 +250,7 @@ class ShardedWriter:
 
 
 def read_sharded(folder: Path, state: dict[str, Any]) -> None:
-    """Reads this rank's part of a checkpoint into a state with the same names. Any number of ranks can have written it."""
+    """Reads this rank's part of a checkpoint into a state with the same names. The number of ranks may have changed."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -306,7 +306,7 @@ def assemble_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 @contextmanager
 def _open_shards(folder: Path) -> Iterator[Callable[[int, str], Tensor]]:
-    """Yields a function that reads a tensor by the rank that has written it and by its name."""
+    """Yields a function from a rank and a name to the tensor that this rank has written under this name."""
     files: dict[int, Any] = {}
     with ExitStack() as stack:
 
@@ -374,7 +374,7 @@ def _of_rank(rank: int) -> str:
 
 
 def _pickle(value: Any) -> io.BytesIO:
-    """Returns a value of the manifest as a pickle, because the planner expects one. This process has made it, so it is safe."""
+    """Returns a value of the manifest as a pickle, because the planner expects one. No pickle from a file is read here."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -406,7 +406,7 @@ class State:
         scaler: the gradient scaler for fp16, or None.
         world: the ranks.
         sharded: whether FSDP2 shards the towers.
-        trained_only: whether to exclude frozen weights. The towers must then have them before a checkpoint is read.
+        trained_only: whether to exclude frozen weights. The towers must then have these weights before a checkpoint is read.
     """
 
     def __init__(
@@ -522,7 +522,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 class Files:
-    """A copy of a rank's state, which training does not change.
+    """A copy of a rank's state. Training does not change the copy.
 
     Args:
         values: the contents of the files, by their names.

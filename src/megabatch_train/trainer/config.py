@@ -1,7 +1,8 @@
 """All settings of a training run, and recipes with other defaults for some models and datasets.
 
-Later sources override earlier ones: defaults, the recipe for the model and the data, a TOML file, flags, `--set`. The comment
-after each setting is its description in `megabatch config`, `megabatch train --help` and docs/settings.md.
+Settings come from defaults, the recipe for the model and the data, a TOML file, flags, and `--set`. In this order, later
+sources override earlier ones. The comment after each setting is its description in `megabatch config`,
+`megabatch train --help` and docs/settings.md.
 """
 
 import dataclasses
@@ -20,10 +21,11 @@ from megabatch_train.data import load as data
 from megabatch_train.towers.lora import LoraConfig
 from megabatch_train.towers.models import anchor as anchor_model
 
-WARMUP_FRACTION, WARMUP_STEPS = 0.1, 50  # the longer of both, but at most half of the run
+WARMUP_FRACTION, WARMUP_STEPS = 0.1, 50  # default warm-up: the longer of the two, but at most half of the run
 SCRATCH_RATE = 5e-4  # highest learning rate of a model with random weights, as in CLIP and open_clip
-# Learning rate per step. Transformers with random weights collapse if the rate of Adam rises much faster, probably because the
-# first gradients point in one direction and Adam moves all weights of a matrix together (docs/log.md, "A fast warm-up").
+# Largest rise of the learning rate per warm-up step. Transformers with random weights collapse if the rate of Adam rises much
+# faster, probably because the first gradients point in one direction and Adam moves all weights of a matrix together
+# (docs/log.md, "A fast warm-up").
 STEEPEST_RISE = 5e-6
 
 Name = Literal["clip", "siglip", "info_nce", "dcl", "hcl", "nt_xent", "sup_con", "matryoshka", "distill"]
@@ -49,7 +51,7 @@ class LossConfig:
     teacher_weight: float = 1.0  # distill: weight of the distillation loss. The CLIP loss has weight 1
 
     def __post_init__(self) -> None:
-        """Checks the numbers, and that the selected loss has each setting that is not at its default."""
+        """Checks the numbers, and that only settings of the selected loss differ from their defaults."""
         for name in ("scale", "max_scale", "beta", "teacher_weight"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -121,7 +123,10 @@ class ScheduleConfig:
             raise ValueError(f"schedule.end must be from 0 to 1, got {self.end}")
 
     def warm_up(self, steps: int) -> int:
-        """Returns the number of warm-up steps: by default a tenth of the run, but at least 50 steps or half of the run."""
+        """Returns the number of warm-up steps.
+
+        The default is a tenth of the run, but at least 50 steps, or half of a run of fewer than 100 steps.
+        """
         if self.warmup_steps is not None:
             return min(self.warmup_steps, steps)
         if self.warmup_fraction is not None:
@@ -416,7 +421,7 @@ def recipe(model: str, data: str) -> settings.Table:
 
 
 def anchor_paths(values: Mapping[str, Any], directory: str | None = None) -> settings.Table:
-    """Returns the settings with absolute paths instead of the relative paths that exist in a directory.
+    """Returns the settings. Relative paths that exist in a directory become absolute.
 
     Args:
         values: the settings as a table (`settings.table`).

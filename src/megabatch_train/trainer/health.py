@@ -34,13 +34,13 @@ CHANCE_ADVANTAGE = 0.05
 WINDOW, WINDOW_PAIRS = 25, 1600
 AFTER_WARM_UP = 50  # number of steps after the warm-up in which a loss at chance is not a problem
 FEWEST_STEPS = 100  # a run of fewer steps may end at chance without an error
-SMALL_SCALE = 1.0  # flat logits of a scale below this are not a sign of collapsed embeddings
+SMALL_SCALE = 1.0  # with a scale below this, flat logits are not a sign of collapsed embeddings
 FITTED_ADVANTAGE = 10.0  # in nats. Above it, the model has fitted its data, so its gradients can round to zero
-AT_MAX_SCALE = 0.9  # share of the steps. It is less than 1, because a scale that starts at the limit can decrease at first
+AT_MAX_SCALE = 0.9  # share of steps at the limit that causes a warning. A scale that starts there can decrease at first
 
 
 class Patience(NamedTuple):
-    """Numbers of consecutive steps with a problem after which a warning is logged, and after which the run ends."""
+    """After `warning` consecutive steps with a problem, a warning is logged. After `end` such steps, the run ends."""
 
     warning: int
     end: int
@@ -68,9 +68,10 @@ class PairStatistics(NamedTuple):
 
 @torch.no_grad()
 def pair_statistics(first: Tensor, second: Tensor) -> Tensor:  # (n, D), (n, D) -> (4,) float64
-    """Returns n, and n times the spread of the first side, the spread of the second side and the advantage.
+    """Returns n, the spread of the first side, the spread of the second side and the advantage.
 
-    The factor n allows a sum over ranks. Each rank compares only its own pairs. A rank with fewer than two pairs returns zeros.
+    The spreads and the advantage are multiplied by n, so that they can be summed over ranks. Each rank compares only its own
+    pairs. A rank with fewer than two pairs returns zeros.
     """
     count = len(first)
     if count < 2:
@@ -154,13 +155,13 @@ class Health:
         return self._messages[fatal[0]] if fatal else None
 
     def final_failure(self, steps: int) -> str | None:
-        """Returns the reason why the model is of no use after the last step of the run, `steps`, or None."""
+        """Returns the reason why the trained model is of no use, or None. `steps` is the last step of the run."""
         if self._messages:
             return next(iter(self._messages.values()))
         return self._describe_chance() if steps >= FEWEST_STEPS and self._is_at_chance() else None
 
     def conclude(self) -> list[str]:
-        """Returns new warnings after the last step. A short run can end before a problem has lasted for its patience."""
+        """Returns new warnings after the last step. In a short run, a problem may not last long enough for `check` to warn."""
         new = {name: message for name, message in self._last_problems.items() if name not in self._messages}
         self._messages.update(new)
         warnings = list(new.values())
@@ -295,7 +296,7 @@ def record_signals(end_at_second: bool) -> Iterator[StopSignal]:
 
 LOG = logging.getLogger("megabatch")
 MOST_NAMED = 5  # number of unreadable samples that are named
-FEWEST_PAIRS = 1024  # number of pairs after which a run must have been able to read at least half of them
+FEWEST_PAIRS = 1024  # after this number of pairs, a run ends if fewer than half of its pairs could be read
 
 
 class UnreadableSamples:

@@ -92,7 +92,7 @@ def make_input_reader(
         config: the settings of the loss.
         dataset: the dataset of the pairs.
         negatives: the result of `add_negatives`.
-        embeddings: the embeddings of both sides by a teacher or a guide, from `embed_by_teacher`.
+        embeddings: the embeddings that a teacher or a guide has computed for both sides (`embed_by_teacher`), or None.
     """
     labels = dataset if config.name == "sup_con" and isinstance(dataset, Table) else None
 
@@ -111,7 +111,9 @@ def make_input_reader(
 def embed_by_teacher(
     spec: str, dataset: Dataset, folder: Path, world: World, *, chunk_size: int, workers: int | Executor
 ) -> tuple[list[StoredEmbeddings], float]:
-    """Returns the embeddings of both sides of all samples by a teacher or a guide, without augmentation, and its scale.
+    """Embeds both sides of all samples with a teacher or a guide. Returns the embeddings and the scale of this model.
+
+    Samples are not augmented.
 
     Args:
         spec: the folder of a run, or the name of a model.
@@ -340,7 +342,7 @@ class Trainer:
         return Step(self.config, self._trained, dataset, stored, self.world, self._fit, workers)
 
     def _load_resident(self, workers: int | Executor) -> Dataset:
-        """Returns the dataset of the steps. Moves it to the device if `memory.resident` is set."""
+        """Returns the dataset that the steps read. Moves it to the device if `memory.resident` is set."""
         share = self.config.memory.resident
         if not share or isinstance(self.dataset, Resident):
             return self._negatives or self.dataset
@@ -358,7 +360,7 @@ class Trainer:
                 warm_up(self.pair.modules, chunks, self.world)
 
     def _embed_frozen_side(self, workers: int | Executor, fit: Fit) -> dict[int, StoredEmbeddings]:
-        """Returns the embeddings of the frozen side by its index. Empty if they are not computed in advance."""
+        """Returns {side: embeddings} for the frozen side, or an empty dictionary if they are not computed in advance."""
         if self.config.freeze == "none" or not self.config.keep_frozen:
             return {}
         side = SIDES.index(self.config.freeze)

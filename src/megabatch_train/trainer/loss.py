@@ -90,7 +90,7 @@ class Objective(nn.Module):
             self.bias = nn.Parameter(torch.tensor(bias if config.bias is None else config.bias, dtype=dtype))
         initial_scale = min(scale if config.scale is None else config.scale, config.max_scale)
         self.log_scale = nn.Parameter(torch.tensor(math.log(initial_scale), dtype=dtype))
-        self.inputs_of: Callable[[Tensor], LossInputs] = lambda indices: NO_INPUTS  # from the indices of samples
+        self.inputs_of: Callable[[Tensor], LossInputs] = lambda indices: NO_INPUTS  # from indices of samples to inputs
         self.teacher_scale = 1.0
         self._full_dim_logged = False
 

@@ -182,7 +182,7 @@ def check_disk_space(
     Args:
         folder: the folder of the run.
         pair: the towers.
-        moments: the bytes of a checkpoint for each byte of a trained weight, in addition to the weights.
+        moments: the bytes that a checkpoint has for each byte of trained weights, in addition to the weights themselves.
         keep: the number of checkpoints that the run keeps.
         world: the ranks.
         models: the number of models in the folder: the last model, and the best model if the run keeps it.
@@ -272,7 +272,7 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> tuple[P
     pair = replace(towers.load(model, tuple(manifest["sides"]), lora=config.lora, **options), name=config.model)
     modules = dict(zip(SIDES, unique_modules(pair.modules), strict=False))
     model_weights, average = read_weights(path)
-    state = model_weights | average  # a run saves the averaged weights
+    state = model_weights | average  # averaged weights replace live weights, as in the saved model
     for name, module in modules.items():
         prefix = f"{name}."
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}

@@ -33,10 +33,10 @@ from megabatch_train.trainer.loss import ReadablePairs, StoredEmbeddings
 # ----------------------------------------------------------------------------------------------------------------------
 # Memory of a step: the chunk size of each tower, activation checkpointing, and the memory budget for kept graphs.
 #
-# The chunk size doubles while the next size certainly fits in its fraction of the free memory. This fraction is small, because
-# a chunk only needs to keep the device busy. The rest of the memory is better spent on kept graphs, which save second forward
-# passes. If memory runs out in training, chunk size and budget are halved and the step is repeated. Checkpoints store both,
-# because another chunk size rounds differently, and a resumed run should be bitwise identical.
+# The chunk size doubles while the next size certainly fits in a fraction of the free memory (`memory.chunk`). This fraction is
+# small, because a chunk only needs to keep the device busy. The rest of the memory is better spent on kept graphs, which save
+# second forward passes. If memory runs out in training, chunk size and budget are halved and the step is repeated. Checkpoints
+# store both, because another chunk size rounds differently, and a resumed run should be bitwise identical.
 #
 # Activation checkpointing costs one more forward pass, but allows larger chunks and more kept graphs. If chunks without it are
 # too small to keep the device busy, the trainer measures whether activation checkpointing is faster.
@@ -78,7 +78,7 @@ def choose_fit(
         config: the fractions of the free memory.
         chunk_size: a number, or "auto".
         modules: the modules of the two sides.
-        samples: a function from a side and a number to the inputs of so many samples.
+        samples: a function that takes a side and a number, and returns the inputs of that many samples.
         pairs: the number of pairs of a batch on this rank.
         world: the ranks.
     """
@@ -120,9 +120,10 @@ def _count_later_bytes(
 def _choose_checkpointing(
     trials: "Sequence[_Trial]", modules: Sequence[nn.Module], pairs: int, budget: int, graphs: float
 ) -> tuple[list[int], bool]:
-    """Returns chunk sizes, and whether activation checkpointing is faster with the sizes that fit with and without it.
+    """Returns chunk sizes, and whether to use activation checkpointing.
 
-    Chunks of `FIRST_TRIED` samples keep the device busy. If they fit without checkpointing, nothing is measured.
+    Measures which choice is faster, each with the largest chunks that fit. Chunks of `FIRST_TRIED` samples keep the device
+    busy. If they fit without checkpointing, nothing is measured.
     """
     results: dict[bool, tuple[float, list[int]]] = {}  # seconds per pair and chunk sizes, without and with checkpointing
     for checkpointing in (False, True):
@@ -179,7 +180,7 @@ class Pace:
 def pair_seconds(paces: Sequence[Pace], pairs: int, graph_bytes: float) -> float:
     """Returns the seconds per pair of a step with gradient caching. Chunks with a kept graph need one forward pass less."""
     all_graphs = pairs * sum(pace.graph_bytes for pace in paces)
-    share = 1 - min(1.0, graph_bytes / all_graphs) if all_graphs else 0.0  # of the chunks that are encoded twice
+    share = 1 - min(1.0, graph_bytes / all_graphs) if all_graphs else 0.0  # share of the chunks that are encoded twice
     return sum(pace.both + share * pace.forward for pace in paces)
 
 
@@ -205,12 +206,12 @@ class _Trial:
         return None if math.isinf(peak_bytes) else int(peak_bytes)
 
     def pace(self, size: int) -> Pace:
-        """Returns the seconds and bytes per sample in chunks of a size that fits, each as the maximum over ranks."""
+        """Returns the seconds and bytes per sample for chunks of a size that fits. Each value is the maximum over ranks."""
         device, inputs = self._world.device, repeat_inputs(self._inputs, size)
         for _ in range(2):  # the first round allocates memory and chooses kernels
             with torch.no_grad():
                 forward = _measure_seconds(lambda: forward_backward(self._module, inputs), device)
-            torch.clear_autocast_cache()  # it has casts without a graph, which the next pass cannot use
+            torch.clear_autocast_cache()  # the cache has casts without a graph, which the next pass cannot use
             before = torch.cuda.memory_allocated(device)
             output = as_encoded(call(self._module, inputs), type(self._module).__name__).embeddings
             graph = float(torch.cuda.memory_allocated(device) - before)
@@ -273,7 +274,7 @@ def average_batch_statistics(statistics: Sequence[Tensor], world: World) -> None
 def gradient_norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:  # ()
     """Returns the gradient norm over all parameters, which is the same on all ranks.
 
-    DTensor does not reduce the norms of sharded gradients, because FSDP2 may keep gradients on the host, where NCCL cannot
+    The norms of sharded gradients are not reduced by DTensor, because FSDP2 may keep gradients on the host, where NCCL cannot
     reduce them.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -429,7 +430,7 @@ class Step:
     def _retry(self, work: Callable[[], Outcome]) -> Outcome:
         """Runs a step. If memory runs out, repeats it with half of the memory.
 
-        Several ranks raise an error instead, because the ranks with enough memory cannot go back.
+        With several ranks, this method raises an error instead, because the ranks with enough memory cannot go back.
         """
         while True:
             states = randomness.capture([self.world.device])

@@ -172,7 +172,7 @@ class Checkpoints:
         return max(map(step_of, list_checkpoints(self.folder)), default=None)
 
     def rename_after(self, step: int) -> None:
-        """Renames checkpoints of later steps, because a run that resumes from `step` will write its own."""
+        """Renames checkpoints of later steps, because the run resumes from `step` and will write new checkpoints of them."""
         if self._world.rank == 0:
             for path in list_checkpoints(self.folder):
                 if step_of(path) > step:
@@ -242,7 +242,7 @@ class Storage:
 
     Args:
         run: the folder and the progress of the run.
-        config: all settings, for the device of the run.
+        config: all settings, after `TrainConfig.on` for the device of the run.
         trained: the towers, the loss and the optimizer.
         dataset: the dataset of the run. Checkpoints record its size.
         observers: the observers, which are called for each checkpoint and each model.
@@ -418,7 +418,7 @@ class Storage:
         self._observers.on_save(path)
 
     def _attempt(self, work: Callable[[], Path | None], *, required: bool) -> Path | None:
-        """Runs a part of saving. If it fails and is not required, logs one warning, and the run tries the next checkpoint."""
+        """Runs one part of saving a checkpoint. If it fails and is not required, logs one warning, and training continues."""
         try:
             return work()
         except CheckpointError as error:
