@@ -1,4 +1,4 @@
-"""Decides how a call runs: which engine computes it, and on which path. No other module decides either.
+"""Decides how a call runs: which engine computes it, and on which path. No other module makes these decisions.
 
 An engine computes the tiles: PyTorch operations on every device, or Triton kernels on NVIDIA GPUs. A path is the order of the
 work, from the whole matrix of logits at once to two passes over its tiles. `RULES` contains the decision as data: the first
@@ -118,16 +118,16 @@ KINDS: Final = (BOTH, ROWS, VIEWS, LABELS, SIGMOID)
 class Limits:
     """The largest sizes for which a path is used. Rows of the logits are pairs, or the views of all samples."""
 
-    # 2,048 rows need two matrices of 16 MiB in float32. Two cores, fp32, D = 256, 2,048 pairs, ms on the dense path / over
-    # tiles: `clip_loss` 50 to 57 / 81 to 89, `info_nce_loss` 44 to 45 / 58 to 66, `sup_con_loss` 69 to 77 / 68 to 72.
+    # 2,048 rows need two matrices of 16 MiB in float32. Two cores, fp32, D = 256, 2,048 pairs: `clip_loss` takes 50 to 57 ms on
+    # the dense path and 81 to 89 ms over tiles, `info_nce_loss` 44 to 45 and 58 to 66 ms, `sup_con_loss` 69 to 77 and 68 to 72.
     dense_cpu: int = 2048
     # 4,096 rows need one matrix of 64 MiB. The limit is higher, because a loss of one direction has three matmuls on the dense
-    # path and four over tiles. The same setup, 4,096 pairs: `info_nce_loss` 199 to 325 / 340 to 395. With 4,096 pairs, losses
-    # of both directions are not faster on the dense path.
+    # path and four over tiles. With the same setup and 4,096 pairs, `info_nce_loss` takes 199 to 325 ms on the dense path and
+    # 340 to 395 ms over tiles. With 4,096 pairs, losses of both directions are not faster on the dense path.
     dense_cpu_one_direction: int = 4096
     # 8,192 rows need 256 MiB for logits in float32 and 128 MiB for weights in half precision, which is within the 512 MiB limit
-    # of a workspace. H200, bf16, D = 512: 8,192 pairs take 0.6 to 0.8 ms on the dense path and 1.4 to 1.8 ms over tiles, which
-    # is the time of the launches. 16,384 pairs take 2.2 ms and 1.5 GiB on the dense path, and 1.6 ms over tiles.
+    # of a workspace. H200, bf16, D = 512: 8,192 pairs take 0.6 to 0.8 ms on the dense path. Over tiles they take 1.4 to 1.8 ms,
+    # because they are launch-bound. 16,384 pairs take 2.2 ms and 1.5 GiB on the dense path, and 1.6 ms over tiles.
     dense_triton: int = 8192
     # Up to 32,768 rows, a step is launch-bound, and the fused path saves several milliseconds because it has few launches. With
     # 65,536 rows, a step is not launch-bound. The fused path is faster because it does not set the sums of dy to 0 first, and
@@ -150,7 +150,7 @@ class Rule(NamedTuple):
     engine: str = ""  # empty for both
     rows: str = ""  # the field of `Limits` with the largest number of rows; empty for any number
     cpu_only: bool = False
-    plain: bool = False  # only one process, at least two rows, and neither torch.compile nor torch.func nor fake tensors
+    plain: bool = False  # requires one process, at least two rows, and no torch.compile, torch.func or fake tensors
 
 
 RULES: Final = (

@@ -1,8 +1,8 @@
 """The operations that the losses consist of. Each function runs one operator. `pairwise` has the public operations.
 
 `execution` checks a call and determines its precision, engine and process group. `dispatch` chooses the engine and the path.
-Logits are s_ij = scale·⟨x_i, y_j⟩ + offsets. A sum over the local pairs times `mean_weight` is this rank's part of the mean
-over the batch. The mean of these parts over ranks is the mean over pairs, even if ranks have different numbers of pairs.
+Logits are s_ij = scale·⟨x_i, y_j⟩ + offsets. A sum over the local pairs, multiplied by `mean_weight`, is this rank's part of
+the mean over the batch. The mean of these parts over ranks is the mean over pairs, even if the numbers of pairs differ.
 """
 
 from collections.abc import Sequence
@@ -155,7 +155,7 @@ class LogSums(NamedTuple):
 class Ceiling(NamedTuple):
     """An upper limit on the dot product of a pair. Pairs above it are excluded.
 
-    With a guide, the dot product is that of the guide's embeddings, which come from another model.
+    A guide is another model. If there is one, the dot product of the guide's embeddings is compared.
     """
 
     limit: Tensor  # (N,)
@@ -176,7 +176,7 @@ def logsumexp(
     columns: bool = False,
     ceiling: Ceiling | None = None,
 ) -> LogSums:
-    """Computes the logsumexps of the rows, and with `columns` those of the columns. Pairs with equal ids are excluded."""
+    """Computes the logsumexps of the rows, and with `columns` also of the columns. Pairs with equal ids are excluded."""
     limit, guide_x, guide_y = (None, None, None) if ceiling is None else ceiling
     guide_precision = FLOAT32 if guide_x is None or guide_y is None else execution(guide_x, guide_y).precision
     row, col, match, mean_weight, *_ = operators.apply(
@@ -400,12 +400,15 @@ def mean_positive_logits(
     scale: Tensor,  # ()
     run: Execution,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # (N,), (N,), (N,), ()
-    """Computes the mean of s_ij over the positives of each row, the other rows j with the label of row i, in O(N·D).
+    """Computes the mean of s_ij over the positives of each row i, in O(N·D).
+
+    The positives are the other rows j with the label of row i.
 
     Returns:
         Four tensors: the means in float64, which are 0 for rows without a positive; the numbers of positives; ids; and
-        `mean_weight`. A sum that excludes pairs with equal ids excludes the row itself, and also its positive if it has only
-        one. A sum over the local rows with a positive, times `mean_weight`, is this rank's part of the mean over all such rows.
+        `mean_weight`. A row shares its id only with itself, and with its positive if it has exactly one, so a sum can exclude
+        both by ids. A sum over the local rows with a positive, multiplied by `mean_weight`, is this rank's part of the mean
+        over all such rows.
     """
     mean, ids, mean_weight, count = operators.apply(operators.positives, z, scale, labels, *run)
     return mean, count, ids, mean_weight
@@ -437,7 +440,7 @@ def mean_logit(
 ) -> Tensor:  # (N,)
     """Computes the mean of each row's logits over all keys of all ranks, in float64.
 
-    It is the logit of the row and the mean of the keys, which takes O(N·D). If label smoothing spreads the part ε of the target
+    It equals the logit of the row with the mean key, which takes O(N·D). If label smoothing spreads the part ε of the target
     evenly, ε·(s_ii − mean_j s_ij) is added to the cross-entropy.
     """
     rows, columns = _round_as_in_matmuls(x), [_round_as_in_matmuls(keys) for keys, _ in others]

@@ -1,4 +1,4 @@
-"""Gradient caching (GradCache): gradients of a batch of any size with the activations of one chunk. See docs/cached.md."""
+"""Gradient caching (GradCache) for batches of any size, with the activations of one chunk in memory. See docs/cached.md."""
 
 from megabatch.cached.memory import Budget
 from megabatch.cached.replay import ReplayMismatchError, ReplaySource

@@ -109,7 +109,7 @@ def keep_running_statistics(layers: list[tuple[str, _BatchNorm]]) -> Iterator[No
 def restore_running_statistics(layers: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
     """Restores the running statistics after the backward pass of a kept graph.
 
-    With activation checkpointing, this pass runs a layer again and updates its statistics a second time.
+    With activation checkpointing, the backward pass runs a layer again and updates its statistics a second time.
     """
     before = [(buffer, buffer.clone()) for _, layer in layers for buffer in layer.buffers(recurse=False)]
     try:

@@ -34,7 +34,7 @@ def available_memory() -> int | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tensors that FSDP2 shards over ranks (DTensor), without an import of DTensor, which is slow.
+# Tensors that FSDP2 shards over ranks (DTensor). DTensor is not imported here, because the import is slow.
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Returns whether the tensor is a DTensor. No tensor is one if the module of DTensor was never imported."""
+    """Returns whether the tensor is a DTensor. If DTensor was never imported, no tensor is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -60,9 +60,9 @@ def compute_device(parameter: Tensor) -> torch.device:
 # ----------------------------------------------------------------------------------------------------------------------
 # The memory budget: how many chunks keep their graph from the first pass, so that the second pass skips them.
 #
-# The first chunk of a tower is encoded with a graph, and the bytes of the graph are measured. So are the graphs of all later
-# chunks that are kept. A single process builds the next graph if the largest graph so far would still fit. Ranks that must
-# encode equally often agree on a number of graphs after the first chunk: the smallest number that fits on any rank.
+# The first chunk of a tower is encoded with a graph, and the bytes of the graph are measured. All later graphs that are kept
+# are measured as well. A single process builds the next graph if the largest graph so far would still fit. Ranks that must
+# encode equally often agree on a number of graphs after the first chunk. It is the smallest number that fits on any rank.
 
 
 AUTO: Literal["auto"] = "auto"
@@ -84,7 +84,7 @@ class Keeper:
 
     Args:
         budget: bytes, "all" for no limit, "auto" for `fraction=AUTO_FRACTION`, or None for no graphs.
-        fraction: of the free memory, instead of `budget`.
+        fraction: the budget as a fraction of the free memory, instead of `budget`.
         agree: needed for ranks that must encode equally often. It is None for a single process.
     """
 

@@ -1,8 +1,8 @@
 """Replay: samples are read when their chunk is due, and kept in host memory for the second pass if they fit.
 
 A sample that is not kept is read, decoded and augmented again, so the batch never has to fit into memory. Only its reference (a
-path, an index, or any argument of `read`) and a 32-bit checksum are kept. Its seed depends on its position. If the second
-reading differs from the first, an error lists the samples.
+path, an index, or any argument of `read`) and a 32-bit checksum are kept. The seed of a sample depends on its position. If the
+second reading differs from the first, an error lists the samples.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from megabatch.cached.streaming import copy_to, produce_chunks
 
 PIECE = 64  # samples of a task: enough to hide the overhead of a task, and few enough to spread a chunk over workers
 NAMED = 5  # the largest number of samples that an error lists
-_UNREAD = 2**32  # in place of the checksum of a sample that has not been read
+_UNREAD = 2**32  # stored instead of a checksum if the sample has not been read
 
 Read = Callable[[Any, torch.Generator], Any]
 
@@ -226,7 +226,7 @@ class ReplaySource(Source):
             self._held[piece] = samples
             self._held_bytes += size
         with self._lock:
-            self._coming.pop(piece, None)  # last, because workers request pieces that are in none of the three
+            self._coming.pop(piece, None)  # last, because workers request a piece if it is in none of the three dicts
         return samples
 
     def _name_samples(self, positions: Sequence[int]) -> str:

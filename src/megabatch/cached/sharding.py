@@ -113,9 +113,9 @@ def _reduce_fully_sharded(module: Any, reduce: bool) -> None:
 def find_unreached(modules: Iterable[nn.Module], outputs: Sequence[Tensor]) -> list[Tensor]:
     """Returns parameters that already have a gradient and that this backward pass does not reach.
 
-    DDP reduces after all its parameters have got a gradient in *this* backward pass, so it would wait for these forever. An
-    example is a learned scale, which got its gradient in the backward pass of the loss. With `find_unused_parameters`, DDP
-    finds these parameters itself.
+    DDP reduces after all its parameters have got a gradient in *this* backward pass, so it would wait for the returned
+    parameters forever. An example is a learned scale, which got its gradient in the backward pass of the loss. With
+    `find_unused_parameters`, DDP finds these parameters itself.
     """
     waiting = [
         parameter

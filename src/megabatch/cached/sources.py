@@ -27,8 +27,8 @@ MULTIPLES = ((64, 8), (128, 16))
 LARGE_MULTIPLE = 64
 ROWS_MULTIPLE, FEW_ROWS = 8, 64  # the number of samples of a chunk is a multiple of 8 if there are 64 or more
 # If the samples of a chunk differ much in length, the chunk ends after a half, a quarter or an eighth of the samples that fit,
-# provided that this saves more padding tokens than this part of a full chunk. 16,384 captions in chunks of 1,024 then take 7
-# chunks with 28 % padding. Full chunks would take 5 chunks with 41 % padding.
+# provided that the saved padding tokens are more than the fraction `WORTH_A_CHUNK` of the tokens in a full chunk. Then 16,384
+# captions in chunks of 1,024 take 7 chunks with 28 % padding. Full chunks would take 5 chunks with 41 % padding.
 PARTS, WORTH_A_CHUNK = (2, 4, 8), 1 / 16
 ROWS_AT_ONCE = 1 << 16  # rows of a mask that are processed at once, which limits the extra memory
 
@@ -47,13 +47,14 @@ def longest_first(lengths: Tensor, width: int) -> Tensor | None:  # (N,) -> (N,)
 
 
 def spans(lengths: Sequence[int], width: int, chunk_size: int) -> list[tuple[int, int]]:
-    """Divides samples that are sorted from long to short into chunks. Returns the first sample of each and one past its last.
+    """Divides samples that are sorted from long to short into chunks.
 
+    Returns the first sample of each chunk, and one past its last sample.
     The largest chunks come first. If memory does not suffice, the step then fails early, and the first measured graph is large.
 
     Args:
-        lengths: of the samples.
-        width: of the whole inputs.
+        lengths: the lengths of the samples.
+        width: the width of the whole inputs.
         chunk_size: samples in a chunk of full width. A chunk of shorter samples has more samples and at most as many tokens.
     """
     most = chunk_size * width  # tokens
@@ -245,9 +246,9 @@ class HostSource(Source):
         device: the target of the copies (default: the device of the tower's parameters).
         lengths: (N,) integers, the number of tokens of each sample without padding. The step then encodes samples of similar
             length together and truncates each chunk to its longest sample. It truncates each tensor whose dimension 1 has the
-            padded length, the size of dimension 1 of the first tensor that has it. "auto" computes the lengths from
-            `attention_mask`, if the inputs are a mapping that has one. None keeps the order and all padding, which is needed
-            for towers whose embeddings depend on padding.
+            padded length. The first tensor that has a dimension 1 determines the padded length. "auto" computes the lengths
+            from `attention_mask`, if the inputs are a mapping that has one. None keeps the order and all padding, which is
+            needed for towers whose embeddings depend on padding.
 
     Examples:
         ```python
@@ -273,7 +274,7 @@ class HostSource(Source):
         return other
 
     def chunks(self, spans: Sequence[Span], device: torch.device | None) -> Iterator[Any]:
-        """Yields copies on the device. The chunk after the next one reuses a chunk's memory."""
+        """Yields copies on the device. Each chunk reuses the memory of the chunk before the previous one."""
         return stream_chunks(self._tensors.chunks(spans, None), self._device or device)
 
     def placeholder(self, device: torch.device | None) -> Any:

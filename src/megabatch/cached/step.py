@@ -194,7 +194,7 @@ def cached_backward(
     try:
         with phase(FORWARD):
             step.encode(budget, budget_fraction)
-        for role in roles:  # layers that were found only by the calls
+        for role in roles:  # here, because some layers are found only when a tower is called
             batchnorm.warn(role.batch_norms, role.name, role.chunk_size, len(role.source))
         with phase(LOSS):
             loss = step.differentiate(loss_fn)
@@ -213,7 +213,7 @@ class _Step:
     ) -> None:
         self.roles, self.scaler, self.where, self.on_chunk = roles, scaler, where, on_chunk
         self.reductions = Reductions([role.shared for role in roles], sync)
-        self.sample_weight = 0.0  # the mean over ranks of weighted sums over samples is the mean over the batch
+        self.sample_weight = 0.0  # weighted sums over samples, averaged over ranks, are the mean over the batch
         self.graph_mode: bool | None = None  # whether the last pass had a graph
         self.loss_trains = False  # whether the loss has trainable parameters
         self.ranks: ShardRanks | None = None
@@ -351,7 +351,7 @@ class _Step:
                     with nullcontext() if role.rows(i) else _without_trace(role), self._graph(True):
                         encoded = role.encode(inputs, role.rows(i))
                     if not _has_graph(encoded):
-                        role.trains = False  # a frozen tower behind a function
+                        role.trains = False  # the tower is a function that calls a frozen module
                         return
                     role.comparison.compare(i, encoded.embeddings)
                     self._backpropagate(role, i, encoded, reducing or ())

@@ -77,7 +77,7 @@ def count_rows(inputs: Any, name: str) -> int:
 
 
 def stream_chunks(chunks: Iterator[Any], device: torch.device | None) -> Iterator[Any]:
-    """Copies chunks to `device`. On CUDA, the chunk after the next one overwrites a chunk. On other devices, copies are new."""
+    """Copies chunks to `device`. On CUDA, chunks use two buffers in turn. On other devices, copies are new."""
     with close_at_the_end(chunks):
         if device is not None and device.type == "cuda":
             yield from _double_buffer(chunks, device)
@@ -171,7 +171,7 @@ class _Buffer:
 def produce_chunks(
     chunks: Iterator[Any], device: torch.device | None, make: Callable[[Any, torch.device | None], Any], *, ahead: bool
 ) -> Iterator[Any]:
-    """Yields `make(chunk, device)` of each chunk, its inputs on `device`.
+    """Yields the inputs of each chunk on `device`, as `make(chunk, device)` returns them.
 
     Args:
         chunks: the chunks in host memory.
@@ -303,9 +303,9 @@ def _adjacent(one: Tensor, other: Tensor) -> bool:
 #     clock.lap()  # {"data": 0.02, "forward": 0.41, "loss": 0.01, "backward": 0.83, "other": 0.01}
 #
 # A clock is a list of marks. The time between two marks belongs to one phase, so phases never overlap and their sum is the
-# total time. On a CPU, a mark is a time of the CPU's clock. On CUDA, it is an event in the current stream, which gets the
-# device's time when the work queued before it is done. So "data" is the time that the device is idle because data is missing,
-# however long the CPU waits.
+# total time. On a CPU, a mark is a time of the CPU's clock. On CUDA, it is an event in the current stream. The event records
+# the device's time when the work queued before the event is done. So "data" is the time that the device is idle because data
+# is missing, however long the CPU waits.
 
 DATA, FORWARD, LOSS, BACKWARD, OTHER = "data", "forward", "loss", "backward", "other"
 

@@ -116,7 +116,7 @@ class Comparison:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A role is one (tower, inputs) pair of a step. It has the chunks, and the state of each chunk between the passes.
+# A role is one (tower, inputs) pair of a step. It stores the chunks, and the state of each chunk between the passes.
 
 
 DEVICE, HOST = "device", "host"

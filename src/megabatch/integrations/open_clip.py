@@ -57,7 +57,7 @@ class CausalTexts:
         Texts may not be truncated if the model does not pool the end token, attends in both directions, or has a text encoder
         of transformers.
         """
-        parts = getattr(model, "text", model)  # CustomTextCLIP has a module for it
+        parts = getattr(model, "text", model)  # CustomTextCLIP has a module for the text side
         prefix = "text_" if parts is model else ""
         pool_type = getattr(parts, f"{prefix}pool_type", None)
         if pool_type not in ("argmax", "eos") or getattr(parts, "attn_mask", None) is None:
@@ -227,7 +227,7 @@ def cached_backward(
 ) -> dict[str, Tensor]:
     """Replaces open_clip's forward pass, loss and backward pass. Only the activations of one chunk are in memory.
 
-    It has the same losses and gradients, including those of `logit_scale` and `logit_bias`, as
+    All losses and gradients, including the gradients of `logit_scale` and `logit_bias`, are the same as with
 
         output = model(images, texts)
         losses = loss(**output, output_dict=True)
@@ -248,7 +248,7 @@ def cached_backward(
         options: other arguments of `megabatch.cached_backward`: `budget` or `budget_fraction`, `scaler`, `sync`, `on_chunk`.
 
     Returns:
-        The detached losses by name, and their sum as "loss". With several ranks, the mean over ranks is the loss.
+        The detached losses by name, and their sum as "loss". With several ranks, the loss is the mean of this sum over ranks.
     """
     sizes = list(chunk_size) if isinstance(chunk_size, Sequence) else [chunk_size] * 2
     towers: list[Any] = []
@@ -340,7 +340,7 @@ def _first_side(model: Any) -> str:
 
 
 def _features(model: Callable[..., Any], side: str, /, *inputs: Any, **named: Any) -> Tensor:  # (n, D)
-    """Computes the features of one side through the model's wrapper. Dict inputs, such as NaFlex patches, come by name."""
+    """Computes the features of one side through the model's wrapper. Dicts, such as NaFlex patches, are passed by name."""
     output = model(**{side: named or inputs[0]})
     supported = (f"{_first_side(model)}_features", "text_features", "logit_scale", "logit_bias")
     if not isinstance(output, dict):

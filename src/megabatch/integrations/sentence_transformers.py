@@ -100,8 +100,8 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
         labels_are_ids: whether the column "label" of the dataset has an integer for each row. Rows with equal integers are then
             not each other's negatives. A query with several positives becomes several rows with one label.
         matryoshka_dims: the dimensions to which embeddings may be truncated later. The loss is the sum over them. Include the
-            full dimension, because columns beyond the largest dimension get no gradient. They are supported without hard
-            negatives, for the direction "query_to_doc", or with "doc_to_query" and `partition_mode="per_direction"`.
+            full dimension, because columns beyond the largest dimension get no gradient. They are supported only without hard
+            negatives. The direction must be "query_to_doc", or both directions with `partition_mode="per_direction"`.
         matryoshka_weights: one weight for each dimension (default: all 1).
         sort_by_length: whether texts of similar length are encoded together, which saves padding. Dropout then draws different
             numbers than in the original, as in a batch with another order.
@@ -322,7 +322,7 @@ class CachedGISTEmbedLoss(_LinearMemory, originals.CachedGISTEmbedLoss):
     def calculate_loss(
         self, reps: list[list[Tensor]], reps_guided: list[list[Tensor]], *, with_backward: bool = False
     ) -> Tensor:  # ()
-        """Computes the loss of the embeddings of model and guide, each a list of mini-batches for each column."""
+        """Computes the loss from embeddings of the model and the guide, which are lists of mini-batches for each column."""
         columns = [F.normalize(column, dim=1) for column in self._order.restore(reps)]
         guide = [F.normalize(column, dim=1) for column in self._order.restore(reps_guided)]
         return differentiate(

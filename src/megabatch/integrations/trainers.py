@@ -39,11 +39,11 @@ def cached_backward(
     towers: Towers,
     **options: Any,
 ) -> Tensor:  # ()
-    """Replaces the forward pass, the loss and `accelerator.backward(loss)`. Gradients are equal, but only one chunk needs
-    memory.
+    """Replaces the forward pass, the loss and `accelerator.backward(loss)`.
 
-    The loss is divided by the accelerator's accumulation steps and scaled by its scaler. Towers and loss run under its
-    autocast. Gradients are reduced only in the last step of `accelerator.accumulate(model)`.
+    The gradients are equal, but only the activations of one chunk are in memory. The loss is divided by the accelerator's
+    accumulation steps and scaled by its scaler. Towers and loss run under its autocast. Gradients are reduced only in the last
+    step of `accelerator.accumulate(model)`.
 
     Args:
         accelerator: an `accelerate.Accelerator`; one process, DDP or FSDP2.

@@ -124,7 +124,7 @@ class _Part(NamedTuple):
 
 
 def _through(model: Callable[..., Any], part: _Part, *args: Any, **kwargs: Any) -> Any:
-    """Calls the tower in a call of the wrapper. It replaces `module.forward` during that call."""
+    """Calls the wrapper. During this call, the tower replaces `module.forward`."""
     own = vars(part.module)
     before = own.get("forward")  # set on the instance by Accelerate
 
@@ -285,7 +285,7 @@ def candidate_scores(
 ) -> Tensor:  # (N, K)
     """Computes the MaxSim scores of each query with its own K documents.
 
-    The arguments are those of `colbert_kd_scores` in both libraries. The dot products of some queries are in memory at a time,
+    It has the arguments of `colbert_kd_scores` in both libraries. The dot products of some queries are in memory at a time,
     and backward computes them again.
     """
     documents = documents_embeddings.flatten(0, 1)

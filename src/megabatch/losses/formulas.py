@@ -1,7 +1,7 @@
 """Formulas that several losses share, as PyTorch operations on vectors of N rows.
 
-`row` is the logsumexp without the matching pair, so the cross-entropy is softplus(row − match). It cannot be negative. Neither
-the loss nor its gradient loses digits if the probability of the pair is close to 1.
+Logsumexps exclude the matching pair, so the cross-entropy is softplus(logsumexp − match). It cannot be negative. Neither the
+loss nor its gradient loses digits if the probability of the pair is close to 1.
 """
 
 import math
@@ -81,7 +81,7 @@ def number_in_range(name: str, value: Any, expected: str, *, below: float = math
 def check_smoothing(value: Any, **excluding: Any) -> float:
     """Checks `label_smoothing` and returns it as a float.
 
-    If it is above 0, the arguments in `excluding` must be None, because they exclude pairs and the mean is over all keys.
+    If it is above 0, the arguments in `excluding` must be None. They would exclude pairs, but smoothing averages over all keys.
     """
     if type(value) is float and value == 0.0:
         return value  # the default; the checks below would take 3 µs, which matters in a small step

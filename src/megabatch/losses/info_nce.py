@@ -64,9 +64,9 @@ def info_nce_loss(
         ids: (N,) integers. Queries and keys with equal ids, such as a document that occurs twice, are not each other's
             negatives. Ids of shape (N, 2) can have the number of the query and the number of the key; see `clip_loss`.
         log_q: (N,) the log of the sampling probability of each key. It is subtracted from all logits of the key.
-        margin: a number, or one number for each query, (N,). A negative is excluded if its dot product with the query exceeds
-            that of the query's own key by more than the margin, because it is probably an unlabeled match. The margin has no
-            gradient.
+        margin: a number, or one number for each query, (N,). Let p be the dot product of the query and its own key. A negative
+            is excluded if its dot product with the query exceeds p by more than the margin, because the negative is probably an
+            unlabeled match. The margin has no gradient.
         guide: (N, E), (N, E) embeddings of queries and keys by another model. If given, their dot products decide which
             negatives are excluded. The default margin is then 0.
         label_smoothing: the part of the target that is spread evenly over the columns of the logits, as in `F.cross_entropy`.
@@ -225,7 +225,7 @@ def hcl_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """Computes InfoNCE with its n negatives weighted by exp(β·s), minus the expected part of chance matches.
+    """Computes InfoNCE with its n negatives weighted by exp(β·s), minus the part that is expected from chance matches.
 
     Let s be the logits of a query and its n negatives, and p the logit of its own key. The loss has the same value and
     gradients as
@@ -234,9 +234,9 @@ def hcl_loss(
         negatives = ((weighted - tau_plus * n * p.exp()) / (1 - tau_plus)).clamp_min(n * math.exp(-scale))
         return -(p.exp() / (p.exp() + negatives)).log().mean()
 
-    Embeddings must have unit length, because the clamp is the smallest possible sum of n such exponentials. The paper's form
-    for two views is `contrast=("query-key", "query-query"), symmetric=True`. There is no `log_q`, because the loss depends on
-    the number of negatives, and a correction for their sampling would change this number.
+    Embeddings must have unit length, because the clamp is the smallest possible sum of exp(s) over n negatives of unit length.
+    The paper's form for two views is `contrast=("query-key", "query-query"), symmetric=True`. There is no `log_q`, because the
+    loss depends on the number of negatives, and a correction for their sampling would change this number.
 
     Examples:
         ```python
@@ -300,7 +300,7 @@ def hcl_loss(
 
 
 def _debias(
-    weighted: Tensor,  # (N,) log Σ over the negatives, reweighted; −inf without any
+    weighted: Tensor,  # (N,) log of the reweighted sum over the negatives; −inf without negatives
     count: Tensor,  # (N,) log n
     match: Tensor,  # (N,)
     scale: Tensor,  # ()

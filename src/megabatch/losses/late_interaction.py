@@ -102,7 +102,7 @@ def late_distillation_loss(
     reduction: Reduction = "mean",
     group: Group = None,
 ) -> Tensor:  # () or (N,)
-    """Computes the Kullback-Leibler divergence from a teacher's scores of K documents of each query to MaxSim scores.
+    """Computes the Kullback-Leibler divergence from a teacher's scores to MaxSim scores, for K documents of each query.
 
     It has the same value and gradients as
 
@@ -110,8 +110,8 @@ def late_distillation_loss(
         return F.kl_div(scores.log_softmax(1), teacher.log_softmax(1), log_target=True, reduction="batchmean")
 
     PyTorch operations compute it on every device, because there are only N·K scores instead of N². The dot products of some
-    queries are in memory at a time, and backward computes them again. A document without vectors is excluded, including from
-    the teacher's softmax. If all documents of a query have no vectors, its loss is 0.
+    queries are in memory at a time, and backward computes them again. A document without vectors is excluded from both
+    softmaxes. If all documents of a query have no vectors, the loss of the query is 0.
 
     Examples:
         ```python
@@ -154,9 +154,10 @@ def late_distillation_loss(
         raise ValueError(f"teacher must be on {pairs.document.values.device}, got {teacher.device}")
     pairs.check_pairs()
     scores, mean_weight = pairs.of_own()
-    scores = scores.view(teacher.shape)  # a rank without queries has no documents to count
+    scores = scores.view(teacher.shape)  # not (N, -1), because K cannot be inferred on a rank without queries
     missing = scores.detach() == -torch.inf
-    # If all documents of a query are missing, none is excluded, because a softmax over no documents is NaN. Its terms are 0.
+    # If all documents of a query are missing, none is excluded, because a softmax over no documents is NaN. The terms of such a
+    # query are 0.
     excluded = missing & ~missing.all(1, keepdim=True)
     target = teacher.to(scores.dtype).masked_fill(excluded, -torch.inf).log_softmax(1)
     student = scores.masked_fill(missing, 0.0).masked_fill(excluded, -torch.inf).log_softmax(1)

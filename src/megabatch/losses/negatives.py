@@ -23,7 +23,7 @@ from megabatch.primitives import (
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Negatives from outside the batch and their checks. They are hard negatives or keys of earlier steps.
+# Negatives from outside the batch, which are hard negatives or keys of earlier steps, and the checks of them.
 
 
 class Negatives(NamedTuple):
@@ -36,7 +36,7 @@ class Negatives(NamedTuple):
         ids: (M,) or (N, K). A key is not a negative of queries with an equal id. If the ids of the batch have two columns, the
             shape is (M, 2) or (N, K, 2).
         log_q: (M,) or (N, K), subtracted from the logits of each key.
-        owner: (M,) the row on this rank of the query that each key was mined for. It must be None if keys are (N, K, D).
+        owner: (M,) the query that each key was mined for, as a row on this rank. It must be None if keys are (N, K, D).
         private: whether each key is a negative of only its owner.
         guide: (M, E) or (N, K, E), the guide's embeddings of the keys.
 
@@ -170,12 +170,12 @@ _SWAPPED: dict[Contrast, Contrast] = {QUERY_KEY: KEY_QUERY, KEY_QUERY: QUERY_KEY
 class Direction(NamedTuple):
     """The inputs of a loss for one direction, from queries to keys or from keys to queries."""
 
-    negatives: Tensor  # (N,) float64, log Σ exp(s) over the negatives of query i; −inf without any
+    negatives: Tensor  # (N,) float64, log Σ exp(s) over the negatives of query i; −inf without negatives
     match: Tensor  # (N,) float64, s_ii
 
 
 class ContrastSums(NamedTuple):
-    """One or both directions. A sum over local queries times `mean_weight` is this rank's part of a mean over the batch."""
+    """One or both directions. A sum over local queries, multiplied by `mean_weight`, is this rank's part of a batch mean."""
 
     directions: tuple[Direction, ...]
     mean_weight: Tensor  # ()
@@ -195,7 +195,7 @@ class ContrastBatch:
     log_q: Tensor | None  # (N,)
     negatives: tuple[Negatives, ...]  # flat
     limit: Tensor | None  # (N,) keys with a larger dot product are excluded
-    guide: tuple[Tensor, Tensor] | None  # (N, E), (N, E) if given, their dot products are compared with the limit
+    guide: tuple[Tensor, Tensor] | None  # (N, E), (N, E); if given, their dot products are compared with the limit
 
     @classmethod
     def of(

@@ -61,8 +61,8 @@ def nt_xent_loss(
         group: see `clip_loss`.
         backend: see `clip_loss`.
     """
-    # Negatives are views of other samples. Those of the other view come from one pass over z1·z2ᵀ, and those of the same view
-    # from the symmetric passes.
+    # Negatives are views of other samples. One pass over z1·z2ᵀ sums over negatives from the other view. The symmetric passes
+    # sum over negatives from the same view.
     loss = describe_loss(group, "nt_xent_loss", reduction=reduction)
     run = pairs(z1, z2, ("z1", "z2"), reduction=reduction, group=group, loss=loss, backend=backend)
     loss_at_once = primitives.nt_xent_loss(z1, z2, scale, run, reduction=reduction)
@@ -92,15 +92,15 @@ def sup_con_loss(
 ) -> Tensor:  # () or (N,)
     """Computes the supervised contrastive loss without storing a large N×N matrix of logits.
 
-    Each dot product is computed once. The loss has the same value and gradients as the mean, over all rows that share their
-    label with another row, of
+    Each dot product is computed once. The loss has the same value and gradients as the mean of `out` or `in_` (see `form`),
+    taken over all rows that share their label with another row:
 
         logits = (scale * z @ z.T).fill_diagonal_(-torch.inf)
         positive = (labels[:, None] == labels).fill_diagonal_(False)
         out = logits.logsumexp(1) - logits.masked_fill(~positive, 0).sum(1) / positive.sum(1)
         in_ = logits.logsumexp(1) - logits.masked_fill(~positive, -torch.inf).logsumexp(1) + positive.sum(1).log()
 
-    It is 0 if there are no such rows. The loss is never negative and can be differentiated once. Its dtype is float32, or
+    The loss is 0 if there are no such rows. It is never negative and can be differentiated once. Its dtype is float32, or
     float64 for float64 inputs. See `pairwise_logsumexp` for the precision.
 
     Examples:

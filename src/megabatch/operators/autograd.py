@@ -87,7 +87,7 @@ def apply(operator: CustomOpDef, *arguments: Any) -> Any:
 
 @constant
 def _allow_in_graph() -> None:
-    """Makes the compiler, if it is loaded, call the functions without tracing, because it cannot trace one with a jvp."""
+    """Makes the compiler, if it is loaded, call the functions untraced, because it cannot trace a function with a jvp."""
     if "torch._dynamo" in sys.modules:
         allow: Callable[..., Any] = torch.compiler.allow_in_graph
         for function in _FUNCTIONS.values():
@@ -344,7 +344,7 @@ def statistic(x: Tensor, *shape: int) -> Tensor:
 
 
 def logit(x: Tensor, *shape: int) -> Tensor:
-    """Returns an uninitialized float64 tensor for logits and logsumexps, because losses subtract them (`LogSum.value`)."""
+    """Returns an uninitialized tensor for logits or logsumexps, in float64 because losses subtract them (`LogSum.value`)."""
     return x.new_empty(shape, dtype=torch.float64)
 
 

@@ -30,7 +30,7 @@ def cross_entropy_loss(
     columns: bool,
     divisor: int,
 ) -> Tensor:  # ()
-    """Returns Σ_i of −log softmax(s)_ii over rows, and with `columns` also over columns, divided by `divisor`.
+    """Returns the sum of −log softmax(s)_ii over rows, and with `columns` also over columns, divided by `divisor`.
 
     Pairs with equal ids are excluded.
     """
@@ -45,7 +45,7 @@ def nt_xent_loss(
     *,
     divisor: int,
 ) -> Tensor:  # ()
-    """Returns Σ_i of −log softmax(s)_ij over all views i, divided by `divisor`. View j is the other view of i's sample."""
+    """Returns the sum of −log softmax(s)_ij over all views i, divided by `divisor`. View j is the other view of the sample."""
     own = torch.arange(2 * len(z1), device=z1.device)  # a view is not compared with itself
     ids = own, own.roll(len(z1))
     return _compute_cross_entropy(torch.cat((z1, z2)), torch.cat((z2, z1)), scale, ids, run, columns=False, divisor=divisor)

@@ -38,7 +38,7 @@ class LogsumexpInputs(NamedTuple):
     """The embeddings, and the pairs that are excluded.
 
     Pairs with equal ids are excluded. Pairs with a dot product ⟨x_i, y_j⟩ above the limit of row i are excluded as well. If
-    there is a guide, its dot product is compared with the limit.
+    there is a guide, the dot product of the guide's embeddings is compared with the limit instead.
     """
 
     x: Tensor  # (N, D)
@@ -160,7 +160,7 @@ derivative(logsumexp, logsumexp_backward, LogsumexpInputs, learned=5, results=3,
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Row logsumexps of symmetric logits, of rows with the same rows. It computes half of the logits that `logsumexp` computes.
+# Row logsumexps of the logits of all rows with one another. They are symmetric, so only half of the logits are computed.
 
 
 # The pairs that are summed.

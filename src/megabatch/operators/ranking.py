@@ -9,7 +9,7 @@ from megabatch.operators.autograd import define, loop_under_vmap, passes_for, st
 from megabatch.tiles.block import Block, RankTargets
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How many entries of a row, or of a column, come before one of its entries. This operator has no gradient.
+# Counts how many entries of a row or column come before a given entry. This operator has no gradient.
 
 
 class RankInputs(NamedTuple):

@@ -42,7 +42,7 @@ def _matching_shapes(given: MatchingInputs) -> tuple[Tensor, ...]:
 
 @define(MatchingInputs, results=3, fake=_matching_shapes)
 def matching(given: MatchingInputs) -> tuple[Tensor, ...]:
-    """Returns (⟨x_i, y_i⟩, a bound on its rounding error, mean_weight), (N,), (N,) and ().
+    """Returns ⟨x_i, y_i⟩, (N,), a bound on the rounding error of each, (N,), and mean_weight, ().
 
     The dot products have the same rounded inputs as the tiles.
     """

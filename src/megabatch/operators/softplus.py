@@ -102,7 +102,7 @@ derivative(softplus, softplus_backward, SoftplusInputs, learned=4, results=2)
 def _dtype_to_save(given: SoftplusInputs) -> torch.dtype | None:
     """Returns the dtype of gradients until backward, where None means their own dtype.
 
-    Float16 gradients are stored in float32, because without the loss scale, 1/N would underflow in float16.
+    Float16 gradients are stored in float32. They do not contain the loss scale yet, so 1/N would underflow in float16.
     """
     return torch.float32 if torch.float16 in (given.x.dtype, given.y.dtype) else None
 

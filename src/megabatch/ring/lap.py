@@ -17,8 +17,8 @@ Tensors = Sequence[Tensor]  # all tensors of a block, or of several concatenated
 Work = Callable[[tuple[int, ...], Tensors], Tensors]  # (blocks, their tensors) → sums over their columns
 Merge = Callable[[Tensors, Tensors], None]  # adds the second argument to the first
 
-# Whether messages are in flight while a rank works. Without it, every step first waits for its messages, which measures how
-# much time the overlap saves.
+# Whether messages are in flight while a rank works. If it is False, every step first waits for its messages. This is used to
+# measure how much time the overlap saves.
 OVERLAP = True
 
 

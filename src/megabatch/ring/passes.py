@@ -307,7 +307,7 @@ def add(sums: Tensors, others: Tensors) -> None:
 # In a lap, rank r visits block b, and rank b visits block r, which is the transposed block of logits. Let r < b, and let H be
 # the first half of the rows of r. Rank r computes H against all rows of b. Rank b computes all of its rows against the second
 # half of r's rows. So every logit is computed once, all ranks have equal work on every route, and one visit serves both
-# sides. The blocks still make the whole lap, so the matmuls are half of those in `RingPasses` and the messages are the same.
+# sides. The blocks still make the whole lap, so there are half as many matmuls as in `RingPasses`, but the same messages.
 
 
 _Visit = Callable[[Block, list[Rectangle], Tensors], Tensors]
@@ -340,7 +340,7 @@ class RingTriangle:
         return row
 
     def gradients(self, block: Block, side: TriangleSide, dscale: Tensor | None) -> None:
-        """Adds the gradient of Σ over ranks of ⟨dsums, log sums⟩ with respect to the local rows."""
+        """Adds the gradient with respect to the local rows of ⟨dsums, log sums⟩, which is summed over ranks."""
         block = prepare_for_travel(block)
 
         def own() -> Tensors:
@@ -376,7 +376,7 @@ class RingTriangle:
         Lap(self.ring.route, self.ring.ranks).run([*columns, *extra], work, merge)
 
     def _shares(self, visited: Block, blocks: tuple[int, ...]) -> Iterator[Rectangle]:
-        """Yields the rows and columns of the visiting blocks, which are concatenated, that this rank has to compute."""
+        """Yields the rectangles of the concatenated visiting blocks that this rank has to compute."""
         start = 0
         for other in blocks:
             size = self.ring.ranks.columns[other]

@@ -334,7 +334,7 @@ def _shorten(text: str) -> str:
 def _gather(ranks: Ranks, text: str) -> list[str]:
     message = text.encode()
     assert len(message) <= MESSAGE_BYTES, "the terms of an operation are few and short"
-    # A separate stream, so that the message does not wait for the work that is queued on the device.
+    # The message uses a separate stream, so that it does not wait for the work that is queued on the device.
     device = ranks.device
     stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()  # type: ignore[no-untyped-call]
     with stream:

@@ -31,8 +31,8 @@ class Hop(NamedTuple):
     block: int
     source: int
     target: int
-    leaves: int  # the step at whose begin a block is sent, or after whose work sums are sent
-    needed: int  # the step at whose begin a block must have arrived, or after whose work sums must have arrived
+    leaves: int  # the step in which it is sent: a block before the work, sums after the work
+    needed: int  # the step in which it must have arrived: a block before the work, sums after the work
     piece: int = 0
     pieces: int = 1  # number of pieces that the columns are cut into
 

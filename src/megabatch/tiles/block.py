@@ -161,7 +161,7 @@ class Block:
     - the main diagonal if `skip_diagonal` is set,
     - pairs whose dot product ⟨x_i, y_j⟩ is above the limit. If there is a second model, its logit is compared instead.
 
-    If `ids_are_positives` is set, pairs with equal ids are not excluded from sums of softplus. They enter them as −s_ij.
+    If `ids_are_positives` is set, sums of softplus include pairs with equal ids, with −s_ij in place of s_ij.
     """
 
     x: Tensor  # (N, D)
@@ -297,9 +297,9 @@ def matching_logits(block: Block, products: Tensor) -> Tensor:  # (N,)
 
 
 def matching_logits_in_float64(block: Block, products: Tensor, *, by_kernels: bool) -> Tensor:  # (N,)
-    """Returns s_ii in float64, given the dot products ⟨x_i, y_i⟩, rounded in the same way as the logits of an engine's tiles.
+    """Returns s_ii in float64 from the dot products ⟨x_i, y_i⟩. s_ii is rounded in the same way as in an engine's tiles.
 
-    So equal dot products have equal logits, and their difference is 0 at every scale.
+    So the logits of equal dot products are equal at every scale, and their difference is 0.
     """
     if not by_kernels or block.second_model is not None:  # with a second model, kernels read tiles that PyTorch has rounded
         return matching_logits(block, products).double()

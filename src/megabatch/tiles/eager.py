@@ -82,7 +82,7 @@ def finish_rows(
 
 
 def rank_noise(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)
-    """Returns two vectors whose outer product bounds the rounding error of s, 4·√D roundings of scale·‖x_i‖·‖y_j‖."""
+    """Returns two vectors whose outer product bounds the rounding error of s by 4·√D roundings of scale·‖x_i‖·‖y_j‖."""
     row, col = (_norms(side, block.dtype) for side in (block.x, block.y))
     return row.mul_(4 * block.D**0.5 * torch.finfo(block.dtype).eps * block.scale.abs()), col
 
@@ -204,7 +204,7 @@ class _SecondModel:
         return out
 
     def logits(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
-        """Returns the dot products times the second model's scale."""
+        """Returns the dot products, multiplied by the second model's scale."""
         return self.products(rows, columns).mul_(self.block.scale)
 
 
@@ -403,8 +403,10 @@ def soft_gradients(
     sums: ColumnGradients,
     needs: Needs,
 ) -> Iterator[RowGradients]:
-    """Yields gradients of the cross-entropies: g_ij = drow_i·(softmax(s) − softmax(t))_ij, plus dcol_j·(softmax(s) −
-    softmax(t))_ij with the softmax over columns.
+    """Yields gradients of the cross-entropies.
+
+    g_ij is the sum of drow_i·(softmax(s) − softmax(t))_ij, where the softmaxes of a row add up to 1, and
+    dcol_j·(softmax(s) − softmax(t))_ij, where the softmaxes of a column add up to 1.
     """
     tiles = gradient_tiles(block)
     buffers = tiles.buffer(), tiles.buffer()

@@ -45,10 +45,16 @@ def eager_tile(device: torch.device, dtype: torch.dtype) -> TileSize:
 def topk_tile(device: torch.device, dtype: torch.dtype, k: int) -> TileSize:
     """Returns the tile of `eager.topk`. It is wide, because only about √(columns·k) candidates of a row are sorted.
 
-    On a CPU it has 16 MiB in float32. Two cores, 1,024 rows, ms for 131,072 columns with D = 256 and k = 16 / 128, then for
-    32,768 columns with D = 128 and k = 100 / 1,024: 1024×1024 746 / 1589 / 266 / 433, 512×8192 661 / 729 / 166 / 724,
-    256×16384 722 / 753 / 156 / 383, 128×32768 901 / 1022 / 157 / 281. The matmul in tiles of 1024×1024 takes 384 / 395 / 48 /
-    50 ms, and it is slower in tiles with few rows.
+    On a CPU it has 16 MiB in float32. Time in ms for each tile, on two cores, with 1,024 rows:
+
+    | columns | D | k | 1024×1024 | 512×8192 | 256×16384 | 128×32768 | only the matmul, 1024×1024 |
+    |---|---|---|---|---|---|---|---|
+    | 131,072 | 256 | 16 | 746 | 661 | 722 | 901 | 384 |
+    | 131,072 | 256 | 128 | 1589 | 729 | 753 | 1022 | 395 |
+    | 32,768 | 128 | 100 | 266 | 166 | 156 | 157 | 48 |
+    | 32,768 | 128 | 1,024 | 433 | 724 | 383 | 281 | 50 |
+
+    The matmul is slower in tiles with few rows.
     """
     if device.type == "cpu":
         columns = min(max(8192, 128 * k), 32768)

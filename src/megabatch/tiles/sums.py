@@ -282,7 +282,7 @@ def _maxima(values: Tensor, size: int) -> Tensor:  # (n, m) → (n, groups)
     maxima = values[:, :whole].view(n, -1, size).amax(2)
     if whole < m:
         maxima = torch.cat((maxima, values[:, whole:].amax(1, keepdim=True)), 1)
-    if values.is_cpu and maxima.isnan().any():  # a NaN shows in the maxima, which takes fewer passes over the values
+    if values.is_cpu and maxima.isnan().any():  # the maximum of a group with NaN is NaN, and there are fewer maxima
         return _maxima(values.nan_to_num_(-torch.inf, torch.inf, -torch.inf), size)
     return maxima
 

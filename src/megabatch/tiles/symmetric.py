@@ -93,11 +93,11 @@ class Triangle:
                 dscale.add_(dscale_rows.sum(dtype=dscale.dtype), alpha=share)
 
     def upper_triangle(self, block: Block) -> Iterator[Rectangle]:
-        """Yields the rectangles to compute of a block whose columns are its rows."""
+        """Yields the rectangles to compute for a block whose columns are its rows."""
         return rectangles(slice(0, block.N), plan.symmetric_square(block.x.device, block.dtype, self.backend == EAGER))
 
     def bands(self, block: Block, rows: slice, columns: slice) -> Iterator[Rectangle]:
-        """Yields the rectangles to compute of a rectangle above the diagonal: the rectangle itself."""
+        """Yields the parts of a rectangle above the diagonal that are computed, which is the whole rectangle here."""
         yield rows, columns
 
 
