@@ -110,7 +110,7 @@ class CachedTrainer(CachedOptions):
             module: the model that was passed to the trainer, without DDP's wrapper.
             inputs: the data collator's result.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define towers(module, inputs): pairs (tower, inputs)")
+        raise NotImplementedError(f"{type(self).__name__} must define towers(module, inputs) to return pairs (tower, inputs)")
 
     def embedding_loss(self, module: Any, *embeddings: Tensor, group: Any) -> Tensor:  # ()
         """Returns the loss of all embeddings of a batch.
@@ -184,7 +184,7 @@ class CachedModule(CachedOptions):
 
     def towers(self, batch: Any) -> Towers:
         """Returns the pairs (tower, inputs) of a batch. Towers are this module, parts of it or its methods."""
-        raise NotImplementedError(f"{type(self).__name__} must define towers(batch): pairs (tower, inputs)")
+        raise NotImplementedError(f"{type(self).__name__} must define towers(batch) to return pairs (tower, inputs)")
 
     def embedding_loss(self, *embeddings: Tensor, group: Any) -> Tensor:  # ()
         """Returns the loss of all embeddings of a batch.

@@ -58,7 +58,7 @@ def exponents(
 def offsets(pointer, default, offs, size, axis: tl.constexpr):
     """Returns the offsets of rows (axis 1) or columns (axis 0), in a shape that broadcasts to a tile.
 
-    They are −inf beyond the edge. Without a pointer, every other offset is `default`.
+    Offsets beyond the edge are −inf. Without a pointer, all offsets inside the edge are `default`.
     """
     if pointer is None:
         values = tl.where(offs < size, default, -float("inf"))
@@ -71,7 +71,8 @@ def offsets(pointer, default, offs, size, axis: tl.constexpr):
 def equal_ids(row_ids, col_ids, offs_n, offs_m, N, M):
     """Returns a mask of the pairs with equal ids. Entries beyond the edge are arbitrary.
 
-    Ids of an unsigned dtype have two columns (`kernels.operands.pack_ids`). They are equal if they are equal in one column.
+    Ids of an unsigned dtype have two columns (`kernels.operands.pack_ids`). Two such ids are equal if they agree in at least
+    one column.
     """
     columns: tl.constexpr = 2 if row_ids.dtype.element_ty == tl.uint64 else 1
     own = tl.load(row_ids + offs_n * columns, mask=offs_n < N, other=0)
@@ -130,9 +131,9 @@ def softplus_and_sigmoid(t):
 
 @triton.jit
 def product_less_one(a, b):
-    """Returns (1 + a)·(1 + b) − 1. With it, Σ log(1 + e) takes one logarithm: the logarithm of a product.
+    """Returns (1 + a)·(1 + b) − 1. A reduction with this function turns Σ log(1 + e) into one logarithm of a product.
 
-    The digits of a small a are kept, which 1 + a would round away. Terms are at most 1, so the product of 64 factors is finite.
+    It keeps the digits of a small a, which 1 + a would round away. Terms are at most 1, so the product of 64 factors is finite.
     """
     return a * b + (a + b)
 

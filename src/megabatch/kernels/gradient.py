@@ -42,7 +42,7 @@ from megabatch.tiles.sums import LogSum, finite_or_zero
 # The gradient-strip kernel recomputes tiles of logits and stores a strip of gradient weights g = d loss / d s.
 #
 # The kernel is a persistent matmul that turns each tile into weights before it stores the tile. A tile is stored in two halves,
-# because a store that needs half as much shared memory leaves enough of it for one more stage of loads.
+# because a store of half a tile needs half as much shared memory, which leaves enough for one more stage of loads.
 #
 # With the common shift C of `kernels.operands`, both softmax weights share one exponential: g = 2^t · (row weight + column
 # weight). A sum that leaves the range of fp32 at the shift C has its own shift. A second launch recomputes the tiles that
@@ -296,8 +296,8 @@ def form_strip(
 def pad_to_tiles(values: Tensor) -> Tensor:
     """Returns a float32 copy, (K,), whose memory extends to the end of the last tile. The values after the copy are arbitrary.
 
-    The warp-specialized kernel loads full tiles of it. Because it needs neither a clamp nor a mask, one instruction loads two
-    neighboring values.
+    The warp-specialized kernel loads full tiles of the copy. Because these loads need neither a clamp nor a mask, one
+    instruction loads two neighboring values.
     """
     padded = torch.empty(len(values) + kernel_plan.HOPPER_BLOCK, dtype=torch.float32, device=values.device)
     return padded[: len(values)].copy_(values)
@@ -394,23 +394,23 @@ def side_weights(
     shift: Tensor,  # () C
     length: int,
 ) -> SideWeights:
-    """Returns the weights gradient / sum and the caps, at the shift C, or at a sum's own shift if C leaves the range of fp32.
+    """Returns the weights gradient / sum and the caps, at the shift C, or at a sum's own shift if C is too far from the sum.
 
     Each term of a sum is capped by the sum, so a softmax is at most 1. Backward computes the logits again and may round them
-    differently. Without the cap, a softmax would exceed 1 by a factor of e for every nat between the two rounded values.
+    differently. Without the cap, a softmax would be up to exp(d) if the two rounded logits differ by d.
     """
     if gradient is None or sums is None:
         zeros = torch.zeros(length, device=shift.device)
         return SideWeights(pad_to_tiles(zeros), pad_to_tiles(zeros + torch.inf), zeros - torch.inf)
     exponent = finite_or_zero(sums.shift) * LOG2E
     above = shift - exponent
-    # The distance between C and the logarithm of the sum decides. The shift of the sum cannot decide, because it may be near C
-    # although the sum is not: the shift of a sum over several blocks is the largest of their shifts.
+    # The distance between C and the logarithm of the sum decides. The shift of the sum cannot decide. A sum over several
+    # blocks has the largest shift of these blocks, so its shift may be near C although its logarithm is not.
     from_sum = above - sums.total.log2()
     at_block_shift = (sums.total == 0) | ((from_sum <= LARGEST_DELTA) & (from_sum >= SMALLEST_DELTA))
     own = exponent.float()
     difference = torch.where(at_block_shift, above, own - exponent)
-    # An empty sum has weight 0. Without this line, a large C would turn the weight into 0 times infinity.
+    # An empty sum has weight 0. Without this line, a large C would turn the weight into 0·∞.
     difference = torch.where(sums.total == 0, 0.0, difference)
     weight, cap = sums.per_unit(gradient) * difference.exp2(), sums.total * (-difference).exp2()
     return SideWeights(pad_to_tiles(weight), pad_to_tiles(cap), torch.where(at_block_shift, -torch.inf, own))
@@ -463,7 +463,7 @@ class GradientSums(NamedTuple):
 
 
 def sum_gradients(task: StripTask, needs: Needs, row_sums: RowSums | None = None) -> GradientSums:
-    """Computes the gradients of the block for a batch so small that the sums of dx of all rows fit in memory.
+    """Computes the gradients of the block for a batch so small that dx of all rows fits in memory in fp32.
 
     Compared with `gradient_strips`, it needs fewer calls, and no sum has to be set to 0 first. A sigmoid adds its row sums to
     `row_sums`, (N,) each.
@@ -497,10 +497,10 @@ def sum_gradients(task: StripTask, needs: Needs, row_sums: RowSums | None = None
 
 
 def _source_of_dscale(block: Block, needs: Needs) -> tuple[bool, bool]:
-    """Returns whether the kernel sums dscale, and whether dx is computed because dx or dscale needs it.
+    """Returns whether the kernel sums dscale, and whether dx is computed (for the caller or for dscale).
 
-    Summing dscale in the kernel takes a tenth of the kernel's time. In half precision, dscale is computed from dx instead. It
-    then contains the rounding errors of g, but they are smaller than the errors of the dense computation. If the sums contain
+    Summing dscale in the kernel takes a tenth of the kernel's time. In half precision, dscale is computed from dx instead. Then
+    dscale contains the rounding errors of g, which are smaller than the errors of the dense computation. If the sums contain
     positive pairs, the terms of dscale nearly cancel, so the kernel sums dscale even in half precision.
     """
     in_kernel = needs.dscale and (block.positives_within or block.precision in (FLOAT32, TF32))

@@ -62,7 +62,7 @@ def _exclude(t, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL: gl.constexpr, EDGES: 
 def _keep_branch(t):
     """Returns t, copied by an instruction that the compiler treats as a side effect.
 
-    Without it, the compiler would execute the rare branch that contains it in every tile, and select one of the results.
+    Without this copy, the compiler would compute the rare branch around it in every tile, and then select one of two results.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [t], dtype=gl.float32, is_pure=False, pack=1)
 
@@ -105,8 +105,8 @@ def negated_exponents(s, k, row_offset, n, m, N, M, SKIP_DIAGONAL: gl.constexpr)
 def sigmoid(t, row_weight, n, m, N):
     """Returns sigmoid weights, their row sums, and 1 − Π(1 − sigmoid) of each row, given −t from `negated_exponents`.
 
-    `kernels.device.decode_softplus` computes the row sum of softplus from the third value. Every instruction counts, because a
-    warp needs three or four clocks to fetch one instruction of code of this length.
+    `kernels.device.decode_softplus` computes the row sum of softplus from the third value. Every instruction counts, because in
+    code of this length, a warp needs three or four clocks to fetch an instruction.
     """
     r = 1.0 + gl.exp2(t)  # infinite if the weight is below the range of fp32; the computed weight is then 0
     g = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [r], dtype=gl.float32, is_pure=True, pack=1)
@@ -137,11 +137,11 @@ def softplus(t):
 # A program owns panels of BLOCK columns and loops over the rows. One producer warp copies rows and columns into a ring of slots
 # in shared memory. Two consumer warpgroups take turns with the tensor cores: while one multiplies its tile, the other one runs
 # the epilogue of its previous tile. The columns of a panel stay in shared memory during the whole loop. This halves the load on
-# the L2 cache, which would otherwise be the limit. If the columns do not fit, only those of some steps of the matmul stay, and
-# the columns of the other steps are copied again for every tile. Programs that work on the same rows at the same time find
-# these rows in the L2 cache (`kernels.plan.panel_programs`).
+# the L2 cache, which would otherwise be the limit. If the columns do not fit, only the columns of some steps of the matmul
+# stay. The columns of the other steps are copied again for every tile. Programs that work on the same rows at the same time
+# find these rows in the L2 cache (`kernels.plan.panel_programs`).
 #
-# `kernels.logsumexp` and `kernels.gradient` contain kernels for the same computations that support all inputs.
+# `kernels.logsumexp` and `kernels.gradient` contain kernels that do the same computations and support all inputs.
 
 
 # Epilogues.
@@ -345,7 +345,7 @@ def _warp_specialized_kernel(
     row_weight,  # (N,) or None
     col_weight,  # (M,) or None
     row_cap,  # (N,) or None
-    col_cap,  # (M,) or None; for a softmax, these four vectors are padded by `pad_to_tiles`
+    col_cap,  # (M,) or None; for a softmax, weights and caps are padded by `pad_to_tiles`
     softplus_part,  # (panels, rows) in the form of `decode_softplus`, or None
     row_part,  # (panels, rows) or None
     col_part,  # (2 · programs that share a panel, columns) or None
@@ -423,7 +423,8 @@ def sums(
     skip_diagonal: bool,
 ) -> Tensor:  # (partial sums, m)
     """Writes partial row sums of 2^t and returns partial column sums."""
-    sharing = 2 * (kernel_plan.multiprocessors(operands.x.device) // len(row_part) + 2)  # programs that may share a panel
+    # Each program that may share a panel has two rows of `col_part`, one for each warpgroup.
+    sharing = 2 * (kernel_plan.multiprocessors(operands.x.device) // len(row_part) + 2)
     col_part = torch.zeros(sharing, columns.stop - columns.start, dtype=torch.float32, device=operands.x.device)
     _launch(SUMS, tile, operands, rows, columns, skip_diagonal, _Vectors(row_part=row_part, col_part=col_part))
     return col_part

@@ -4,9 +4,9 @@ For every launch, Triton inspects each argument to find the kernel that was comp
 longer than the launch itself. A `Launcher` lets Triton do this at the first launch, and then starts the same compiled kernel
 again.
 
-`compiled[grid]` also starts a compiled kernel, but it prepares a description of each launch for hooks, such as the hooks of a
-profiler, and calls the hook functions even if there are no hooks. So if there are no hooks, a `Launcher` calls `compiled.run`
-directly, with None in place of the description and of the hooks.
+`compiled[grid]` also starts a compiled kernel. But for every launch, it prepares a description for hooks, such as the hooks of
+a profiler, and calls the chains of hooks, even if they are empty. So if there are no hooks, a `Launcher` calls `compiled.run`
+directly and passes None for the description and for the hooks.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class Launcher:
 
     Args:
         kernel: a Triton or Gluon kernel.
-        grid: the numbers of programs.
+        grid: the number of programs in each dimension.
         numbers: the arguments between the tensors and the constants.
         options: the constants, and launch options such as num_warps.
     """
@@ -82,10 +82,10 @@ def _bind_launch(compiled: CompiledKernel, grid: tuple[int, ...], rest: tuple[An
 
     Args:
         compiled: the kernel.
-        grid: the numbers of programs in three dimensions.
+        grid: the number of programs in each of three dimensions.
         rest: the arguments of the kernel after the tensors.
-        plain: whether there are no descriptors among the tensors. The addresses of plain tensors are then passed, because
-            for a tensor, Triton asks the driver at every launch whether the GPU can read it.
+        plain: whether there are no descriptors among the tensors. If there are none, the addresses of the tensors are
+            passed, because Triton would ask the driver at every launch whether the GPU can read a tensor.
     """
     run_with_hooks = compiled[grid]
     if not _CAN_CALL_RUN:

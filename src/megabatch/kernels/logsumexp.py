@@ -46,9 +46,9 @@ __all__ = [
 # One kernel adds the partial sums of exp(s). It also recomputes, by online softmax, the few sums that leave the range of fp32
 # at the common shift C of the block.
 #
-# The host never reads a value back. A program stores its sums if all of them are in the range. Otherwise it recomputes its
-# rows, with a running maximum for each row and without C, because an outlier makes C so large that k·s − C has no correct
-# digits for other rows. Rows and columns share one launch.
+# The host never reads a value back. A program stores its sums if all of them are in the range. Otherwise it recomputes the
+# sums of its rows, with a running maximum for each row. It does not use C, because an outlier makes C so large that k·s − C has
+# no correct digits for other rows. Rows and columns share one launch.
 
 # A sum below SMALLEST may have lost terms that matter, and a sum above LARGEST may have overflowed.
 SMALLEST, LARGEST = 2.0**-80, 2.0**126
@@ -188,7 +188,7 @@ def complete_sums(
     col_part: Tensor | None = None,  # (parts, M)
     col: OnlineSums | None = None,
 ) -> None:
-    """Writes the row sums, and the column sums if `col` is given, given partial sums. `total` may be the only partial sum."""
+    """Writes the row sums, and the column sums if `col` is given, given partial sums. The only part may be `total` itself."""
     assert col is None or operands.limit is None, "a limit applies to row sums only"
     tile = kernel_plan.ONLINE
     programs = plan.tiles(block.N, tile.rows) + (0 if col is None else plan.tiles(block.M, tile.rows))
@@ -338,7 +338,10 @@ def add_sums(
     row_total: Tensor,  # (N,) accumulator
     col_total: Tensor | None,  # (M,) accumulator
 ) -> None:
-    """Adds the row and column sums of 2^t of a rectangle, which starts and ends at tile boundaries or edges of the block."""
+    """Adds the row and column sums of 2^t over a rectangle.
+
+    The rectangle starts and ends at tile boundaries or at edges of the block.
+    """
     for task in _launches(operands, block, rows, columns):
         row_part, col_part = _partial_sums(operands, block, task, with_columns=col_total is not None)
         row_total[task.rows].add_(row_part.sum(0))

@@ -30,9 +30,9 @@ from megabatch.tiles.block import BFLOAT16, FLOAT16, FLOAT32, HALF_DTYPE, TF32, 
 _BLOCK_N, _BLOCK_D = 16, 256
 _CONSTANTS = 4  # numbers before the largest norms, in the same tensor
 
-# Exponents up to which weights need no cap. Two roundings of a dot product differ by about √D · 2⁻²⁴ of the product of the
-# norms. So at D = 1024, an uncapped weight of the warp-specialized kernel is at most 1.001. The excess is less than half a unit
-# in the last place of bf16.
+# Exponents up to which weights need no cap. Two roundings of a dot product differ by about √D · 2⁻²⁴, relative to the
+# product of the norms. So at D = 1024, an uncapped weight of the warp-specialized kernel is at most 1.001. The excess is less
+# than half a unit in the last place of bf16.
 CAPPED_ABOVE = 512.0
 
 
@@ -56,7 +56,7 @@ def _largest_norms_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Stores the largest finite squared norm of every BLOCK_N rows of x and of y, or 0 if there is none."""
+    """Stores the largest finite squared norm in every group of BLOCK_N rows of x and of y, or 0 if no norm is finite."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_squares = tl.zeros((BLOCK_N,), tl.float32)
     y_squares, sums = x_squares, x_squares
@@ -100,7 +100,7 @@ def _exponent_scale_kernel(
     CONSTANTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Stores k in two parts, minus the whole number C, and whether weights need caps. There is one program."""
+    """Stores k in two parts, −C (a whole number), and whether weights need caps. There is one program."""
     x = _largest(work + CONSTANTS, count, BLOCK)
     y = x
     if TWO_SIDES:
@@ -413,8 +413,8 @@ def _options(precision: str) -> dict[str, int]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The sum of the partial row sums that the programs of a launch have stored, in a fixed order. One launch adds up to three
-# vectors.
+# Partial row sums that the programs of a launch have stored are added in a fixed order. One launch computes the sums of one,
+# two or three vectors.
 
 
 @triton.jit
@@ -476,7 +476,7 @@ def _multiply_kernel(
     BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Stores all gradients times the gradient of the loss."""
+    """Multiplies all gradients by the gradient of the loss, and stores the products."""
     program, factor = tl.program_id(0), tl.load(dloss)
     blocks = 0
     if dx_out is not None:

@@ -21,8 +21,8 @@ from megabatch.tiles.block import FLOAT16, FLOAT32, TF32, Block, Needs
 #
 # `kernels.operands` contains the last step of other losses, which has one launch for some rows of one side.
 
-# Gradient weights are stored times a unit, which is `HALF_UNIT` in float16 and 1 in other dtypes. With it, the weights of a
-# softmax over a million columns stay in the range of float16.
+# Gradient weights are multiplied by a unit, which is `HALF_UNIT` in float16 and 1 in other dtypes. The unit keeps the weights
+# of a softmax over a million columns in the range of float16.
 HALF_UNIT = 2.0**14
 
 _BLOCK_N, _BLOCK_D = 16, 256
@@ -84,7 +84,7 @@ class MatchGradients(NamedTuple):
     """The dot products of the matching pairs, and the gradients of their logits."""
 
     products: Tensor  # (N,) or longer: ⟨x_i, y_i⟩
-    dmatch: Tensor  # (N,) or longer: the gradient of s_ii, times `unit`
+    dmatch: Tensor  # (N,) or longer: the gradient of s_ii, multiplied by `unit`
     unit: float
 
 
@@ -97,9 +97,9 @@ def finish_pairs(
     losses: Tensor,  # (any number,) their sum, divided by `divisor`, is the loss
     divisor: int,
     *,
-    row_dbias: Tensor | None = None,  # (N,) times the unit
+    row_dbias: Tensor | None = None,  # (N,) multiplied by the unit
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # (), (N, D), (N, D), (parts + 1,) float64
-    """Returns the loss, dx, dy, and a tensor of dscale in parts and dbias. All are divided by `divisor`. May overwrite `sums`.
+    """Returns the loss, dx, dy, and a tensor (dscale in parts, then dbias). All are divided by `divisor`. May overwrite `sums`.
 
     Gradients that are not needed are None. Gradients have the dtype of the inputs. If an input is float16, they are float32,
     because they may be outside the range of float16 until backward multiplies them by the gradient of the loss.
@@ -143,14 +143,14 @@ def finish_pairs(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One launch computes the cross-entropies of the matching pairs from sums of 2^t, and the weights of the gradient in a strip.
+# One launch computes the cross-entropies of the matching pairs from sums of 2^t, and the row and column weights for strips.
 #
-# Up to 32k pairs on an H200, PyTorch operations on vectors would take the host longer than all matmuls take the GPU. Row i and
-# column i have the same matching pair, so one program computes both. Sums have the shift C or their own shift
-# (`kernels.logsumexp`).
+# Up to 32k pairs on an H200, the host would need more time to launch PyTorch operations on vectors than the GPU needs for all
+# matmuls. Row i and column i have the same matching pair, so one program computes both. Sums have the shift C or their own
+# shift (`kernels.logsumexp`).
 
 
-# Planes of `PairVectors`. The first four planes are for rows, and each of them is followed by the same plane for columns.
+# Planes of `PairVectors`. The first four names are planes of rows. The plane after each of them is the same plane of columns.
 WEIGHT, CAP, SHIFT, OWN_SHIFT, DMATCH, PRODUCT = (tl.constexpr(number) for number in (0, 2, 4, 6, 8, 9))
 
 
@@ -158,7 +158,7 @@ WEIGHT, CAP, SHIFT, OWN_SHIFT, DMATCH, PRODUCT = (tl.constexpr(number) for numbe
 def _side(common, match, offs, N, unit, weights, stride, TILE: tl.constexpr):
     """Returns the losses of a program's rows or columns, and their derivatives with respect to the logarithms of the sums.
 
-    Stores the weights, and a flag for each tile that contains a sum with its own shift.
+    Stores the weights, and for each tile whether it contains a sum with its own shift (0 or 1).
     """
     mask = offs < N
     total = tl.load(weights + CAP * stride + offs, mask, 0.0)
@@ -222,7 +222,7 @@ def _pair_statistics_kernel(
         tl.store(of_columns + WEIGHT * stride + offs, zero, mask)
         tl.store(of_columns + CAP * stride + offs, zero + float("inf"), mask)
         tl.store(of_columns + SHIFT * stride + offs, zero - float("inf"), mask)
-        tl.store(of_columns + OWN_SHIFT * stride + offs, zero, mask)  # there are fewer tiles than columns
+        tl.store(of_columns + OWN_SHIFT * stride + offs, zero, mask)  # one value per tile; `mask` covers all tiles
     tl.store(vectors + DMATCH * stride + offs, (-unit * weight).to(tl.float32), mask)
     tl.store(losses + tl.program_id(0), tl.sum(loss, 0))
 
@@ -233,7 +233,7 @@ class PairVectors(NamedTuple):
     buffer: Tensor  # (10, stride) the eight vectors of `Weights`, then dmatch and products
     row: OnlineSums  # the same memory as the caps and shifts of `weights`
     col: OnlineSums
-    weights: Weights  # times the unit
+    weights: Weights  # multiplied by the unit
     matches: MatchGradients
 
     @classmethod
@@ -280,7 +280,8 @@ def pair_statistics(
 # ----------------------------------------------------------------------------------------------------------------------
 # One launch computes the losses and weights of the matching pairs of a sigmoid loss. Strips then add all other pairs.
 #
-# Up to 32k pairs on an H200, PyTorch operations on vectors would take the host longer than all matmuls take the GPU.
+# Up to 32k pairs on an H200, the host would need more time to launch PyTorch operations on vectors than the GPU needs for all
+# matmuls.
 
 
 # Planes of `SigmoidVectors`.

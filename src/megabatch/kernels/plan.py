@@ -55,15 +55,16 @@ _LARGE_SHARED_MEMORY = 152 * 2**10
 # The tile of the kernel that recomputes the sums of a few rows by online softmax.
 ONLINE = KernelTile(rows=64, columns=64, dims=32, warps=4, stages=2)
 
-# The tile of the last kernel of small batches if it computes the matmuls of the gradients: rows × weights in each step × dims
-# of a gradient. `tiles.plan.kernels_compute_matmuls` decides whether it computes them.
+# The tile of the last kernel of small batches if this kernel computes the matmuls of the gradients. The tile has `rows` and
+# `dims` of a gradient. Each step reads `columns` weights of each row. `tiles.plan.kernels_compute_matmuls` decides whether the
+# kernel computes the matmuls.
 SMALL_MATMUL = KernelTile(rows=64, columns=64, dims=128, warps=4, stages=3)
 
 # Rows and panels of columns in one launch of the logsumexp kernel. Its partial row sums take at most 128 MiB.
 LAUNCH_ROWS, LAUNCH_PANELS = 131072, 256
 
-# Top-k. The best of up to `TOPK_FEW` candidates are chosen in one step. With more candidates, larger runs of them are chosen
-# first.
+# Top-k. The best of up to `TOPK_FEW` candidates are chosen in one step. With more candidates, the best runs of
+# consecutive candidates are chosen first.
 TOPK_FEW = 2**10
 # Columns of a group and of a panel if all dot products are stored. With panels of 16 / 32 / 64, a search takes 57 / 54 / 56 ms.
 TOPK_STORED_GROUP, TOPK_STORED_PANEL = 8, 32
@@ -74,8 +75,8 @@ _TOPK_COLUMNS, _TOPK_STORED_COLUMNS = 2**20, 2**17  # columns of a strip; the be
 def topk_group(M: int, D: int, k: int) -> int | None:
     """Returns the number of columns in a group, or None if the kernel stores all dot products.
 
-    The kernel stores one maximum for each group. Small groups need more stores. With large groups, more dot products are
-    computed again: k·group for each row.
+    The kernel stores one maximum for each group. Small groups need more stores. With large groups, more dot products
+    (k·group for each row) are computed again.
 
     H200, 65,536 rows, bf16, 512 MiB of maxima, ms for groups of 8 / 16 / 32 / with all dot products stored:
 
@@ -99,10 +100,10 @@ def topk_strip(N: int, M: int, group: int | None) -> TileSize:
     return TileSize(max(256, min(rows, N)), columns)
 
 
-# Late interaction: query vectors × document vectors, and the dims of a step. There are three stages, because with two, Triton
-# does not load a tile before the previous tile is finished. H200, 1,024 pairs of 32 × 512 vectors, bf16, forward + backward in
-# ms: 256×128 with 8 warps 30.3, 128×128 with 4 warps 31.7 and with 8 warps 31.3, 256×64 31.9, 128×64 with 4 warps 31.0, 128×256
-# 33.2.
+# Late interaction. Rows are query vectors, and columns are document vectors. There are three stages, because with two stages,
+# Triton does not load a tile before the previous tile is finished. H200, 1,024 pairs of 32 × 512 vectors, bf16, forward +
+# backward in ms: 256×128 with 8 warps 30.3, 128×128 with 4 warps 31.7 and with 8 warps 31.3, 256×64 31.9, 128×64 with 4 warps
+# 31.0, 128×256 33.2.
 _MAXSIM = KernelTile(rows=256, columns=128, dims=128, warps=8, stages=3)
 _MAXSIM_WIDE = KernelTile(rows=128, columns=128, dims=64, warps=8, stages=3)  # the vectors of both sides are loaded in steps
 _MAXSIM_TF32 = KernelTile(rows=128, columns=64, dims=64, warps=8, stages=2)
@@ -114,7 +115,7 @@ _MAXSIM_SMALL = KernelTile(rows=64, columns=64, dims=64, warps=4, stages=2)
 _MAXSIM_LISTED = KernelTile(rows=64, columns=128, dims=128, warps=4, stages=3)
 _MAXSIM_LISTED_FLOAT32 = KernelTile(rows=64, columns=32, dims=64, warps=4, stages=2)
 MAXSIM_LIST_ENTRIES = 2**25  # largest number of entries in the lists of one launch: 128 MiB
-# The gradient of queries: vectors of a program. Times with 16 to 128 vectors differ by 3 %.
+# The gradient of queries. Rows are the query vectors of a program. Times with 16 to 128 vectors differ by 3 %.
 MAXSIM_GATHER = KernelTile(rows=32, columns=1, dims=128, warps=4, stages=3)
 MAXSIM_SCORES = TileSize(rows=4096, columns=4096)  # queries and documents of one launch: 64 MiB of scores
 _MAXSIM_INDICES = 2**27  # largest number of argmax indices in a strip: 256 MiB in int16
@@ -128,21 +129,21 @@ def maxsim_tile(precision: str, device: torch.device, D: int) -> KernelTile:
 
 
 def maxsim_listed_tile(precision: str, device: torch.device) -> KernelTile:
-    """Returns the tile of the gradient of documents: vectors of a part × query vectors in each step."""
+    """Returns the tile of the gradient of documents. Rows are vectors of a part. Columns are the query vectors of a step."""
     small = _MAXSIM_LISTED_FLOAT32
     return _tile(_MAXSIM_LISTED, small, small, small, precision, device)
 
 
 def documents_at_once(max_length: int, D: int) -> int:
-    """Returns how many documents of up to `max_length` vectors have their gradients in float32 at once, in at most 256 MiB.
+    """Returns how many documents of up to `max_length` vectors are processed at once.
 
-    These gradients are summed before they are rounded.
+    Their gradients are summed in float32, in at most 256 MiB, before they are rounded.
     """
     return max(1, 2**26 // (max_length * D))
 
 
 def maxsim_is_kept(rows: int, documents: int, element_bytes: int) -> bool:
-    """Returns whether forward keeps the argmax indices of so many query vectors for backward. They take at most 256 MiB."""
+    """Returns whether forward keeps the argmax indices of `rows` query vectors for backward, in at most 256 MiB."""
     return rows * documents * element_bytes <= 2 * _MAXSIM_INDICES
 
 
@@ -162,7 +163,7 @@ HOPPER_BLOCK = 128  # a tile with this many rows and columns takes half of the r
 
 @dataclass(frozen=True)
 class HopperTile:
-    """The panel of the warp-specialized kernel, and the use of its 192 KiB of slots in shared memory.
+    """The panel of the warp-specialized kernel, and how the kernel uses its 192 KiB of slots in shared memory.
 
     The matmul of a tile has several steps, of `dims` dims each. The columns of the resident steps stay in shared memory. The
     columns of the other steps are streamed: they are copied again for every tile.
@@ -190,7 +191,7 @@ def hopper_tile(block: Block, task: str) -> HopperTile | None:
 
     - D = 768: 701 / 625 / 747 with 6 steps, 633 / 578 / 685 with 7, and 563 / 522 / 617 with 8.
     - D = 1024: 684 / 661 / 722 with 6 steps, 693 / 639 / 743 with 5, and 675 / 680 / 757 with 4.
-    - Twice as many slots with half the dims: 631 / 531 / 684 at D = 512, and 0.85 of the values above at D = 768.
+    - Twice as many slots with half the dims: 631 / 531 / 684 at D = 512. At D = 768, 0.85 of the values above.
 
     Large D. Milliseconds of forward + backward with 64k pairs. The first number is for the Triton kernels. The others are for
     the warp-specialized kernel with 3, 4 and 5 resident steps for all tasks, or with 4 steps for D = 1536:
@@ -267,7 +268,7 @@ def _tile(
 def row_splits(panels: int, rows: int, tile_rows: int, multiprocessors: int) -> tuple[int, int]:
     """Returns the number of programs that share the rows of a panel, and the rows of each program.
 
-    It is the number of programs with which the fewest multiprocessors are idle, and the smallest of several such numbers.
+    The number of programs is chosen so that the fewest multiprocessors are idle. The smallest of several such numbers is used.
     """
     tiles = -(-rows // tile_rows)
 

@@ -21,9 +21,9 @@ from megabatch.tiles.sums import Best
 #
 # One kernel computes each tile once. It stores the largest dot product of every group of columns, and of every panel of groups.
 # The k panels with the largest maxima contain the k best groups, and these contain the k best columns, because a column in
-# another group comes after the k maxima. Panels and groups consist of consecutive columns. Like columns, they are ordered by
-# maximum and then by index. Only the dot products of the k groups are computed again. If these are too many, the kernel also
-# stores all dot products, and none is computed again (`kernels.plan.topk_group`).
+# another group comes after the k maxima. Panels and groups consist of consecutive columns. They are ordered by maximum and
+# then by index. Only the dot products of the k groups are computed again. If they would be too many, the kernel also stores all
+# dot products, and none is computed again (`kernels.plan.topk_group`).
 #
 # Each choice is made by one launch of a second kernel, in registers. It finds the k-th largest value bit by bit. If several
 # values are equal to it, a running count selects the first of them. The chosen columns stay in the order of their indices until
@@ -35,7 +35,7 @@ from megabatch.tiles.sums import Best
 # limit by at most the rounding error of two dot products (`_noise`). Rows with a column in this range are searched again, with
 # stored dot products.
 
-_COLUMNS_PER_PROGRAM = 32  # columns whose dot products one program of the third kernel computes
+_COLUMNS_PER_PROGRAM = 32  # columns whose dot products one program of `_group_products_kernel` computes
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def topk(block: Block, k: int) -> Best:  # (N, k)
 
 
 def _search(block: Block, k: int, group: int | None) -> tuple[Best, Tensor | None]:  # (N, k), (N,) bool
-    """Returns the best columns of each row. With a limit, also returns a mask of the rows that may miss one of them.
+    """Returns the best columns of each row. With a limit, also returns a mask of the rows that may miss such a column.
 
     A row may miss a column if a dot product was computed twice. Without `group`, no dot product is computed twice.
     """
@@ -228,7 +228,7 @@ def _search(block: Block, k: int, group: int | None) -> tuple[Best, Tensor | Non
 
 
 def _noise(operands: Operands) -> Tensor:  # (N,)
-    """Returns a bound for each row: if fp32 computes a dot product twice, in two orders, the two values differ by less.
+    """Returns a bound for each row. If fp32 computes a dot product in two orders, the results differ by less than this bound.
 
     The error of a sum of D terms is at most D·2⁻²³·‖x‖·‖y‖, even if every addition truncates. Norms that are NaN count as 0,
     because a column with NaN is never chosen.

@@ -36,8 +36,8 @@ PLANES = tl.constexpr(6)
 PART_SHIFT, PART_TOTAL, POSITIVE_SHIFT, POSITIVE_TOTAL, POSITIVE_BELOW, POSITIVES, POSITIVE_COLUMN = (
     tl.constexpr(number) for number in range(7)
 )
-# Planes of the sums of programs, and of tiles. The third plane is the number of rows with a positive in LABELS, and dbias in
-# SIGMOID.
+# Planes of the sums of programs, and of tiles. In LABELS, the third plane is the number of rows with a positive. In SIGMOID, it
+# is dbias.
 LOSS, DSCALE, THIRD = (tl.constexpr(number) for number in range(3))
 SUMS = tl.constexpr(3)
 FIRST_SUM = tl.constexpr(2)

@@ -179,7 +179,7 @@ def finish(kind: int, sides: tuple[bool, bool], numbers: tuple[float, ...], *, l
 
 
 class _LaunchTile(NamedTuple):
-    """The logits that one program processes. Only few of these kernels compute matmuls, so there are no dims of a step."""
+    """The tile of logits that one program processes. It has no dims, because only a few of the kernels compute matmuls."""
 
     rows: int
     columns: int
@@ -205,15 +205,15 @@ _MATMUL_SUMS = _LaunchTile(rows=64, columns=128, warps=4)
 _MATMUL_LABEL_SUMS = _LaunchTile(rows=64, columns=128, warps=8)
 _MATMUL_SIGMOIDS = _LaunchTile(rows=64, columns=128, warps=8)
 # Tiles of the kernels that read the dot products. H200, µs at 8,192 rows, where it takes 64 µs to read the dot products. Sums:
-# 64×64 85, 32×64 81, but with twice as many partial sums of columns, and 64×128 107 with four warps and 204 with eight.
+# 64×64 85, 32×64 81 (with twice as many partial sums of columns), 64×128 with four warps 107, with eight warps 204.
 # Weights: 32×128 111, 32×64 111, and 64×128 with eight warps 137. Sigmoids: 16×128 236, 32×64 245, 32×128 490, and 64×128 with
 # eight warps 523.
 _SUMS = _LaunchTile(rows=64, columns=64, warps=2)
 _LABEL_SUMS = _LaunchTile(rows=32, columns=64, warps=2)
 _WEIGHTS = _LaunchTile(rows=32, columns=128, warps=4)
 _SIGMOIDS = _LaunchTile(rows=16, columns=128, warps=4)
-# The tile of the kernel that loops over full rows, with the largest number of columns in each step: 1×2048 148, 2×2048 with
-# eight warps 162, 4×1024 202.
+# The tile of the kernel that loops over full rows. Its columns are the largest number of columns in each step. Measured in µs:
+# 1×2048 148, 2×2048 with eight warps 162, 4×1024 202.
 _FULL_ROWS = _LaunchTile(rows=1, columns=2048, warps=4)
 _COMBINED_ROWS = 32  # rows whose partial sums one program of `combine_kernel` adds
 
@@ -242,7 +242,7 @@ class Launches:
         of_x, of_y = form.needs[:2]
         self.sides = (of_x or of_y, False) if kind in (VIEWS.value, LABELS.value) else (of_x, of_y)
         self.half = HALF_DTYPE.get(form.precision)
-        unit, tf32 = 2.0**14 if form.precision == FLOAT16 else 1.0, form.precision == TF32  # weights are stored times `unit`
+        unit, tf32 = 2.0**14 if form.precision == FLOAT16 else 1.0, form.precision == TF32  # weights are multiplied by `unit`
         self.multiplies = self.half is not None and plan.kernels_compute_matmuls(N, D)
         # The kernel of ROWS and VIEWS reads every row twice, so it cannot compute the matmul of the logits.
         self.forms_products = self.multiplies and kind not in (ROWS.value, VIEWS.value)

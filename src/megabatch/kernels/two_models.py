@@ -22,8 +22,8 @@ from megabatch.tiles.eager import (
 from megabatch.tiles.sums import LogSum, SoftSum
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The cross-entropy of a student's softmax under a teacher's softmax. Sums and gradients are computed in one pass over the tiles
-# of both models.
+# The cross-entropy of a student's softmax under a teacher's softmax. Sums take one pass over the tiles of both models, and
+# gradients take another one.
 #
 # The tiles of both models would not fit in the registers of a kernel. So cuBLAS matmuls compute both tiles in memory
 # (`tiles.eager`), and the kernels here read them once for the rows, once for the columns, and once for the gradient. PyTorch
@@ -49,7 +49,7 @@ def _soft_sums_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Computes `SoftSum.add_tile_` for rows. For columns, the caller exchanges rows with columns, and their strides."""
+    """Computes `SoftSum.add_tile_` for rows. For columns, the caller exchanges rows and columns, and also their strides."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < rows
     s_peak, t_peak = tl.load(student_shift + offs_n, mask_n, 0.0), tl.load(teacher_shift + offs_n, mask_n, 0.0)
@@ -85,7 +85,7 @@ def _weighted_softmax(values, shift, total, per_unit, offs, mask, axis: tl.const
 
 @triton.jit
 def _soft_gradient_kernel(
-    s,  # (rows, columns) overwritten by the gradient: the weighted softmax of the student minus that of the teacher
+    s,  # (rows, columns) overwritten by the gradient, the student's weighted softmax minus the teacher's
     t,  # (rows, columns)
     row_shift,  # (rows,) this and the next five are the factors of `LogSum.softmax_factors`
     row_total,
@@ -141,8 +141,8 @@ def soft_gradients(
 ) -> Iterator[RowGradients]:
     """Yields the gradients of the cross-entropies.
 
-    g_ij = drow_i·(softmax(s) − softmax(t))_ij + dcol_j·(softmax(s) − softmax(t))_ij, with the first softmaxes over rows and the
-    second ones over columns.
+    g_ij = drow_i·(softmax(s) − softmax(t))_ij + dcol_j·(softmax(s) − softmax(t))_ij. The softmaxes of the first term are over
+    rows, and the softmaxes of the second term are over columns.
     """
     tiles = gradient_tiles(block)
     row_factors = [factor for log_sum in row[:2] for factor in log_sum.softmax_factors(drow)]
@@ -169,8 +169,8 @@ def _add_tile(sums: SoftSum, s: Tensor, t: Tensor, dim: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Row sums of exp(s) without the pairs that a guide model excludes, and their gradients, in one pass over the tiles of both
-# models.
+# Row sums of exp(s) without the pairs that a guide model excludes, and the gradients of these sums. Each takes one pass over
+# the tiles of both models.
 #
 # As in distillation, cuBLAS matmuls compute both tiles in memory. A program owns BLOCK_N rows and loops over their columns, so
 # row sums need no second pass. A gradient tile is written in the dtype of the matmul that reads it.
@@ -253,7 +253,7 @@ def _guided_logsumexp_kernel(
 
 @triton.jit(do_not_specialize=["diagonal"])
 def _guided_gradient_kernel(
-    products,  # this and the next parameters, up to `diagonal`, are those of `_guided_logsumexp_kernel`
+    products,  # this and all parameters up to `diagonal` are the same as in `_guided_logsumexp_kernel`
     guide,
     limit,
     scale,

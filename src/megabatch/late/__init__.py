@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
 
 
 class Similarities:
-    """The MaxSim scores between two sets of items that have been checked, and how operators on them run."""
+    """The MaxSim scores between two sets of checked items, and the settings with which operators compute them."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Similarities:
         self._query_vectors = self.query.values  # before `share_query`
 
     def share_query(self) -> None:
-        """Prepares the query for use in several operators, including operators of `against` (`primitives.widen_float16`)."""
+        """Prepares the query for several operators. Results of `against` share the query (`primitives.widen_float16`)."""
         self.query = replace(self.query, values=widen_float16(self.query.values))
 
     def against(self, document: Tensor | Tokens, name: str) -> "Similarities":

@@ -105,7 +105,10 @@ class MaxsimOperands:
         self.precision = "ieee" if block.precision == FLOAT32 else "tf32"
 
     def queries(self, rows: slice, vectors: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
-        """Returns (starts, lengths, valid, vectors). Without starts, valid and vectors begin at the first of these queries."""
+        """Returns (starts, lengths, valid, vectors) for the queries in `rows`.
+
+        If there are no starts, `valid` and `vectors` begin at the first of these queries.
+        """
         first = rows.start * self.q.max_length if self.q.starts is None else 0
         valid = self.q.valid
         if first:
@@ -114,7 +117,7 @@ class MaxsimOperands:
 
     @property
     def constants(self) -> dict[str, int]:
-        """The compile-time arguments of every kernel. WIDTH, the vectors of a document, is 0 if documents have starts."""
+        """The compile-time arguments of every kernel. WIDTH is the number of vectors of a document, or 0 with starts."""
         lengths = {"WIDTH": self.d.max_length if self.d.starts is None else 0, "QUERY_WIDTH": self.q.max_length}
         return {"D": self.block.query.D, **lengths, "SLOTS": self.slots, "SLOT": self.slot}
 
@@ -136,7 +139,7 @@ def _best_of_tile(
     d_desc,  # (Td, D)
     d_valid,  # (Td,) or None
     first,  # the index of the first vector of this tile
-    left,  # the number of vectors of the document from the first one of this tile to its end
+    left,  # the number of vectors from the first one of this tile to the end of the document
     best,  # (BLOCK_T,) maxima over the previous tiles
     winner,  # (BLOCK_T,) their argmax
     u,  # the number of the first vector of this tile within its document
@@ -303,7 +306,7 @@ def empty_winners(block: LateBlock, queries: int, documents: int) -> Tensor:  # 
 # two launches: the first one counts, and the second one writes the lists. Each list is in the order of the query vectors, so
 # the sums are deterministic.
 
-_CHUNK = 2048  # query vectors that one program of the first two kernels sorts
+_CHUNK = 2048  # query vectors that one program of `_count_kernel` or `_list_kernel` processes
 
 
 @triton.jit
@@ -323,7 +326,7 @@ def _count_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_U: tl.constexpr,
 ):
-    """Counts the query vectors of a chunk whose argmax is in each part of a document."""
+    """Counts, for each part of a document, the query vectors of a chunk whose argmax is in this part."""
     chunk, j = tl.program_id(0), tl.program_id(1)
     chosen = _find_parts(winners, j, chunk * BLOCK_T + tl.arange(0, BLOCK_T), rows, BLOCK_U)
     for part in range(parts):
@@ -333,7 +336,7 @@ def _count_kernel(
 @triton.jit
 def _list_kernel(
     winners,  # (m, rows)
-    ends,  # (m, parts, chunks) int32, the ends of the entries of each chunk in `listed`
+    ends,  # (m, parts, chunks) int32, the index in `listed` after the last entry of each chunk
     listed,  # (entries,) int32, the query vectors in all lists, one list after another
     rows,
     parts,
@@ -416,7 +419,7 @@ def add_document_gradients(
     weights: Tensor,  # (m, n)
     ddocument: Tensor,  # (Td, D) accumulator
 ) -> None:
-    """Adds the gradients of the documents of a strip. Each launch has as many documents as their lists fit in the workspace."""
+    """Adds the gradients of the documents of a strip. In each launch, the lists of all documents fit in the workspace."""
     documents_per_launch = min(kernel_plan.MAXSIM_DOCUMENTS, max(1, kernel_plan.MAXSIM_LIST_ENTRIES // winners.shape[1]))
     for window in windows(len(winners), documents_per_launch):
         part = slice(columns.start + window.start, columns.start + window.stop)

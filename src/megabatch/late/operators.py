@@ -58,7 +58,7 @@ def backend_for(name: str, block: LateBlock) -> LateBackend:
 
 
 def tile_statistics(block: LateBlock, backend: str, *, columns: bool, kept: Kept | None = None) -> tuple[LogSum, LogSum]:
-    """Returns row sums (N,) and column sums (M,) of exp(s). Without `columns`, the latter are empty, (0,). Fills `kept`."""
+    """Returns row sums (N,) and column sums (M,) of exp(s). Without `columns`, column sums are empty, (0,). Fills `kept`."""
     empty, sums = _empty_documents(block), None
     for rows, window, largest in () if block.is_empty else backend_for(backend, block).score_tiles(block, kept):
         s = _similarities(block, empty, rows, window, largest)
@@ -92,8 +92,8 @@ def tile_gradients(
 ) -> None:
     """Adds the gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩ to `dquery`, `ddocument` and `dscale`.
 
-    The gradients of the vectors are not yet multiplied by `block.scale`. The weights of a tile are rounded to half precision,
-    and after a multiplication by the scale they could overflow.
+    The gradients of the vectors are not yet multiplied by `block.scale`, because the weights of a tile are rounded to half
+    precision, and weights that contain the scale could overflow.
     """
     if block.is_empty:
         return
@@ -122,7 +122,7 @@ def tile_gradients(
 def pair_scores(block: LateBlock, kept: Kept | None = None) -> Tensor:  # (N, K)
     """Returns the scores of each query with its own K documents, and −inf for documents without vectors.
 
-    If K is 1, the scores in `kept` are used instead of computing them again.
+    If `kept` is given, K must be 1, and the scores are read from `kept`.
     """
     empty = _empty_documents(block)
     if kept is None:
@@ -169,8 +169,8 @@ def _similarities(block: LateBlock, empty: Tensor | None, rows: slice, columns: 
 # ----------------------------------------------------------------------------------------------------------------------
 # Late interaction over all ranks: queries stay on their rank, and the vectors of all documents visit it.
 #
-# The columns of a lap are vectors, not documents. A number of a document, such as its id, is sent at the position of its first
-# vector. Each rank sends the number and the lengths of its documents to all ranks before the lap.
+# The columns of a lap are vectors, not documents. A value of a document, such as its id, is sent at the position of its first
+# vector. Each rank sends the count and the lengths of its documents to all ranks before the lap.
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,10 @@ class RingLate:
         return Lap(self.route, self.ranks).run(own, work, merge)
 
     def _prepare(self, block: LateBlock) -> LateBlock:
-        """Returns the block that is sent to other ranks: rounded once, with the main diagonal of the whole batch."""
+        """Returns the block of a lap. In half precision, its vectors are rounded once, before they are sent.
+
+        If a rank has different numbers of queries and documents, the excluded diagonal of the whole batch is expressed by ids.
+        """
         half = HALF_DTYPE.get(block.precision)
         if half is not None:
             query, document = (replace(side, values=side.values.to(half)) for side in (block.query, block.document))
@@ -305,7 +308,7 @@ _EMPTY = (-torch.inf, 0.0)  # shift and total of an empty sum
 
 
 def _spread(values: Tensor, tokens: TokenRows, fill: float) -> Tensor:  # (M,) → (T,)
-    """Returns a tensor with the number of each document at the position of its first vector, and `fill` elsewhere."""
+    """Returns a tensor with the value of each document at the position of its first vector, and `fill` elsewhere."""
     spread = values.new_full((len(tokens.values),), fill)
     spread[tokens.starts()] = values
     return spread
@@ -480,7 +483,8 @@ def maxsim_logsumexp_backward(
     dquery, ddocument = block.zeros(*given.query.shape), given.document.new_empty(given.document.shape)
     dscale = torch.zeros((), dtype=torch.float64, device=block.device) if needs[2] else None
     kept = Kept(scores, winners) if scores.numel() else None
-    # One process computes and rounds the gradients of a few documents at a time. Ranks send the gradients of all documents.
+    # One process computes and rounds the gradients of a few documents at a time. Several ranks process all documents at once,
+    # because they send the gradients of all documents.
     count = kernel_plan.documents_at_once(block.document.max_length, block.document.D)
     for items in [slice(0, block.M)] if given.group else windows(block.M, count):
         part, vectors = block.of_documents(items)

@@ -112,7 +112,7 @@ class TokenRows:
             sums[index[present]] += values[present]
 
     def add_matmul_(self, sums: Tensor, items: slice, left: Tensor, right: Tensor) -> None:  # (T, D), (b, l, r), (b, r, D)
-        """Adds a batch of b matmuls to the accumulator. Its b·l rows are the vectors of the items, in the layout of `pad`."""
+        """Adds b matmuls to the accumulator. Their b·l rows in total are the vectors of the items, in the layout of `pad`."""
         if self.lengths is None:
             part = sums[items.start * self.max_length : items.stop * self.max_length]
             part.view(*left.shape[:2], self.D).baddbmm_(left, right)
@@ -136,7 +136,7 @@ class LateBlock:
     row_ids: Tensor | None = None  # (N,)
     col_ids: Tensor | None = None  # (M,)
     skip_diagonal: bool = False
-    first_column: int = 0  # the number of the first document in the matrix of the main diagonal
+    first_column: int = 0  # the column of the first document in the matrix whose main diagonal is excluded
 
     @classmethod
     def of(cls, query: TokenRows, document: TokenRows, scale: Tensor, precision: str, **fields: Any) -> "LateBlock":
@@ -188,18 +188,18 @@ class LateBlock:
         return LateBlock(query, document, self.scale, self.precision, weight), vectors
 
     def factors(self, rows: slice) -> Tensor:  # (n, 1) or ()
-        """Returns the factors of Σ_t max_u, scale·weight_i."""
+        """Returns scale·weight_i, by which Σ_t max_u is multiplied."""
         return self.scale if self.weight is None else self.scale * self.weight[rows, None]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The engine in PyTorch operations.
 #
-# A tile contains the matmul of all vectors of some queries and documents, in one reused buffer. Backward computes it again,
-# finds the argmax of each query vector (the first of equal values), overwrites the tile with weights, and multiplies it with
-# both sides.
+# A tile contains the dot products of all vectors of some queries and documents, in one reused buffer. Backward computes the
+# tile again, finds the argmax of each query vector (the first of equal values), overwrites the tile with weights, and
+# multiplies it with both sides.
 
-Weigh = Callable[[Tensor, slice, slice], Tensor]  # (Σ_t max_u of a tile (n, m), its rows, its columns) → its gradient
+Weigh = Callable[[Tensor, slice, slice], Tensor]  # (Σ_t max_u of a tile (n, m), rows, columns) → gradient of Σ_t max_u
 
 
 class Kept(NamedTuple):
@@ -214,7 +214,7 @@ class Kept(NamedTuple):
 
 
 class _Products:
-    """Dot products of vectors, (n, Lq, m, Ld). The gradient overwrites them."""
+    """Dot products of vectors, (n, Lq, m, Ld). Backward overwrites them with weights."""
 
     products: Tensor
     query_valid: Tensor | None  # (n, Lq)

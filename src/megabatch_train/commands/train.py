@@ -305,7 +305,7 @@ def _resolve_run(path: Path, output: Path | None) -> tuple[Path, Path | None]:
         return output or path.resolve().parent.parent, path
     if output is not None and output != path:
         raise ValueError(
-            f"--output needs a checkpoint for --resume, such as {path / runs.CHECKPOINTS}/step_…, to use another folder"
+            f"--resume must be a checkpoint, such as {path / runs.CHECKPOINTS}/step_…, if --output is another folder"
         )
     if not (path / runs.CHECKPOINTS).is_dir():
         raise ValueError(f"{path} has no checkpoint to resume from")

@@ -109,7 +109,7 @@ CATALOGUE = [
     Gpu("H100-80GB", 80, *PEAKS["H100"], 3350, 450, _NIC_400, True, "NVIDIA H100 Tensor Core GPU datasheet, SXM"),
     Gpu("H200-141GB", 141, *PEAKS["H200"], 4800, 450, _NIC_400, True, "NVIDIA H200 Tensor Core GPU datasheet, SXM"),
     Gpu("B200-180GB", 180, *PEAKS["B200"], 7700, 900, _NIC_400, True, "NVIDIA Blackwell datasheet, HGX B200"),
-    # Its driver reports 46,068 MiB, because error-correcting codes take one sixteenth of the memory.
+    # The driver of the L40S reports 46,068 MiB, because error-correcting codes take one sixteenth of the memory.
     Gpu(
         "L40S-48GB", 48, *PEAKS["L40S"], 864, 32, _NIC_100, False,
         "NVIDIA L40S datasheet, PCIe Gen4 x16", correction_gb=3,

@@ -22,7 +22,7 @@ except ImportError:  # before version 2.10
 # Preprocessing: tokenizers or hashed words, and images of the encoder's size.
 
 LONGEST = 128  # maximum number of tokens; a longer text is truncated; models with fewer positions have a lower limit
-_NO_LIMIT = 1_000_000  # a tokenizer without a limit has a larger maximum number of tokens
+_NO_LIMIT = 1_000_000  # a `model_max_length` of at least this means that the tokenizer has no limit
 IMAGE_SIZE = 224  # side length in pixels if the config has no image size
 _FIRST_WORD = 3  # ids below are special tokens in most vocabularies
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")

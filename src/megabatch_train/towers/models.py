@@ -331,7 +331,7 @@ def _weights(pair: Pair) -> dict[str, Tensor]:
 
 
 def _with_adapters(pair: Pair, weights: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
-    """Writes adapters, or two merged models, to the folders of their towers. Returns the weights for `model.safetensors`."""
+    """Writes adapters, or two merged models, to one folder per tower. Returns the weights for `model.safetensors`."""
     assert pair.lora is not None
     remaining: dict[str, Tensor] = {}
     for prefix, module in _modules(pair).items():
