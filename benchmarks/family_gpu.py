@@ -213,7 +213,7 @@ def draw(record: dict[str, Any]) -> Any:
     most = max(r["rows"] for r in record["results"])
     names = list(dict.fromkeys(r["loss"] for r in record["results"] if r["rows"] == most and "ms" in r))
     title = f"Losses of {most:,} × {record['width']}, forward and backward; {chip(record)}"
-    figure, panels = plots.panels(title, 2, height=0.6 + 0.36 * len(names))
+    figure, panels = plots.panels(title, 2, height=0.6 + 0.36 * len(names), width=8.0)
     large = [r for r in record["results"] if r["rows"] == most and r["loss"] in names]
     for axes, key, unit, label in zip(
         panels, ("ms", "peak_bytes"), (1.0, 2**30), ("milliseconds", "peak memory beyond inputs, GiB"), strict=True

@@ -338,7 +338,7 @@ def draw(record: dict[str, Any]) -> Any:
         return None
     about = f"{record['model']}, {chip(record)}"
     title = "Pairs per second of complete training steps"
-    figure, (axes,) = plots.panels(title, 1, height=1.0 + 0.4 * len(bars), about=about)
+    figure, (axes,) = plots.panels(title, 1, height=1.0 + 0.4 * len(bars), width=7.5, about=about)
     plots.bars(axes, bars, "{:,.0f}", [COLORS[row["system"]] for row in rows])
     return figure
 

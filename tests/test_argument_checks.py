@@ -158,8 +158,9 @@ def test_fractions_of_other_libraries_are_numbers():
 @pytest.mark.parametrize("wrap", [lambda keys: keys, mb.Negatives, lambda keys: [mb.Negatives(X), mb.Negatives(keys)]])
 @pytest.mark.parametrize("shape", [(6, 2, 3, 4), (4,), ()])
 def test_negatives_of_other_dimensions(wrap, shape):
-    message = r"negatives(\[1\])? must have shape \(M, D\), or \(N, K, D\) for K of each query, got shape " + re.escape(
-        f"{shape}"
+    message = (
+        r"negatives(\[1\])? must have shape \(M, D\), or \(N, K, D\) for K negatives of each query, got shape "
+        + re.escape(f"{shape}")
     )
     for loss in (mb.info_nce_loss, mb.dcl_loss):
         with pytest.raises(ValueError, match=message):

@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
@@ -60,7 +61,7 @@ def figure(
     """
     module = extras.load("matplotlib.figure", purpose="A plot")
     drawing = module.Figure(figsize=size, layout="constrained")
-    drawing.suptitle(title, color=INK)
+    drawing.suptitle(textwrap.fill(title, int(11 * size[0])), color=INK, fontsize=11)
     grid = drawing.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
         axes.grid(color=LINE)
@@ -77,16 +78,22 @@ def figure(
     return drawing, grid
 
 
-def panels(title: str, count: int, *, height: float = 3.2, about: str = "") -> tuple[Any, list[Any]]:
+PANEL_WIDTH = 5.6  # inches; the text of a panel is readable on a screen of 390 pixels
+
+
+def panels(
+    title: str, count: int, *, height: float = 3.2, width: float = PANEL_WIDTH, about: str = ""
+) -> tuple[Any, list[Any]]:
     """Returns a figure and a list of panels, one per row. `label_lines` has space for names to the right of a panel.
 
     Args:
         title: title above the figure.
         count: number of panels.
         height: height of a panel in inches.
+        width: width of the figure in inches. Panels with long names beside bars need more than the default.
         about: line in a small font below the title.
     """
-    drawing, grid = figure(title, rows=count, size=(8.0, 0.5 + height * count), about=about)
+    drawing, grid = figure(title, rows=count, size=(width, 0.5 + height * count), about=about)
     return drawing, list(grid[:, 0])
 
 
@@ -125,7 +132,7 @@ def legend(axes: Any, **style: Any) -> None:
         axes.legend(**{"frameon": False, "fontsize": 8, "labelcolor": INK} | style)
 
 
-LABEL_POINTS = 8  # font size of the names of lines
+LABEL_POINTS = 9  # font size of the names of lines
 NEAR_EDGE = 0.85  # fraction of the width of a panel; a line that ends before it has its name inside the panel
 
 
