@@ -195,7 +195,8 @@ class Links(HTMLParser):
         self.sources, self.open, self.plots = [], [], 0
 
     def handle_starttag(self, tag, attributes):
-        self.sources += [value for name, value in attributes if name in ("src", "href", "xlink:href")]
+        if tag != "a":  # a link is not fetched
+            self.sources += [value for name, value in attributes if name in ("src", "href", "xlink:href")]
         self.plots += tag == "svg"
         if tag not in ("meta", "img", "br"):
             self.open.append(tag)
