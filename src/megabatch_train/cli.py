@@ -84,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RecursionError:
         if os.environ.get("MEGABATCH_TRACEBACK"):
             raise
-        tell(f"megabatch {command_name}: a JSON or TOML file is nested too deeply; MEGABATCH_TRACEBACK=1 names it", sys.stderr)
+        tell(
+            f"megabatch {command_name}: a JSON or TOML file is nested too deeply; MEGABATCH_TRACEBACK=1 shows where", sys.stderr
+        )
         return 1
     except KeyboardInterrupt:
         print(f"megabatch {command_name or ''}".rstrip() + ": stopped by Ctrl-C", file=sys.stderr)

@@ -276,7 +276,9 @@ def test_embeddings_are_cut_to_a_dimension(place, tmp_path, capsys, caplog):
     by_file = found("--embeddings", output)  # cut as the file is
     assert by_file == pytest.approx(dict(zip((f"a {c} square" for c in COLOURS), (wanted @ wanted[0]).tolist(), strict=True)))
     assert found("--data", place / "pairs.csv", "--among", "texts", "--dim", 5) == pytest.approx(by_file)
-    with pytest.raises(ValueError, match=r"--dim must be left out or .* got 6 for a file of 5 dimensions"):
+    with pytest.raises(
+        ValueError, match=r"--dim must equal the dimension of --embeddings, .* got 6 for a file of 5 dimensions"
+    ):
         found("--embeddings", output, "--dim", 6)
     call("embed", *arguments, "--output", tmp_path / "full.npy", "--side", "texts")
     with pytest.raises(ValueError, match="got 5 for a file of all dimensions of the model"):
