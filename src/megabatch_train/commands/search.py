@@ -276,7 +276,7 @@ def _load_source(args: argparse.Namespace, device: torch.device) -> tuple[Pair, 
     if args.dim not in (None, dim):
         dims_in_words = "all dimensions of the model" if dim is None else f"{dim} dimensions"
         raise ValueError(
-            f"--dim must equal the dimension of --embeddings, which is its default, got {args.dim} for a file of {dims_in_words}"
+            f"--dim must equal the dimension of --embeddings, its default, got {args.dim} for a file of {dims_in_words}"
         )
     if dim is not None:
         model.truncate_pair(pair, dim, model.run_of(args.model))
