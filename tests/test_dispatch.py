@@ -18,22 +18,22 @@ SIZES = (0, 1, 2, 2048, 2049, 4096, 4097, 8192, 8193, 32768, 32769, 65536, 65537
     ("kind", "engine", "rows", "D", "path", "module"),
     [
         (BOTH, "eager", 2048, 512, DENSE, "dense"),
-        (BOTH, "eager", 2049, 512, TWO_PASS, ""),
+        (BOTH, "eager", 2049, 512, FUSED, "fused"),
         (ROWS, "eager", 4096, 512, DENSE, "dense"),
-        (ROWS, "eager", 4097, 512, TWO_PASS, ""),
-        (SIGMOID, "eager", 2049, 512, FUSED, "softplus"),
-        (BOTH, "triton", 1, 512, TWO_PASS, ""),
+        (ROWS, "eager", 4097, 512, FUSED, "fused"),
+        (SIGMOID, "eager", 2049, 512, FUSED, "fused"),
+        (BOTH, "triton", 1, 512, FUSED, "fused"),
         (BOTH, "triton", 8192, 512, DENSE, "dense"),
-        (BOTH, "triton", 8193, 512, FUSED, "fused"),
-        (BOTH, "triton", 65536, 2048, FUSED, "fused"),
-        (BOTH, "triton", 65536, 2049, TWO_PASS, ""),
-        (BOTH, "triton", 65537, 512, TWO_PASS, ""),
-        (SIGMOID, "triton", 65536, 512, FUSED, "fused"),
-        (SIGMOID, "triton", 65537, 512, FUSED, "softplus"),
-        (VIEWS, "triton", 32768, 512, FUSED, "fused"),
-        (VIEWS, "triton", 32769, 512, TWO_PASS, ""),
+        (BOTH, "triton", 8193, 512, FUSED, "one_gpu"),
+        (BOTH, "triton", 65536, 2048, FUSED, "one_gpu"),
+        (BOTH, "triton", 65536, 2049, FUSED, "fused"),
+        (BOTH, "triton", 65537, 512, FUSED, "fused"),
+        (SIGMOID, "triton", 65536, 512, FUSED, "one_gpu"),
+        (SIGMOID, "triton", 65537, 512, FUSED, "fused"),
+        (VIEWS, "triton", 32768, 512, FUSED, "one_gpu"),
+        (VIEWS, "triton", 32769, 512, FUSED, "fused"),
         (LABELS, "triton", 8192, 512, DENSE, "dense"),
-        (LABELS, "triton", 8193, 512, TWO_PASS, ""),
+        (LABELS, "triton", 8193, 512, FUSED, "fused"),
     ],
 )
 def test_sizes(kind, engine, rows, D, path, module):
@@ -47,14 +47,15 @@ def test_every_call_has_a_rule(kind):
         rule = dispatch.find_rule(kind, rows, 512, engine, on_cpu=on_cpu)
         assert kind in rule.kinds
         assert rule.engine in ("", engine)
-    assert dispatch.RULES[-1] == dispatch.Rule(TWO_PASS, "", KINDS)
+        assert rule.standard
+    assert dispatch.RULES[-1] == dispatch.Rule(TWO_PASS, "", KINDS, standard=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["eager", "triton"])
 def test_a_group_excludes_rules_for_one_process(kind, engine):
     x = torch.zeros(64, 8)
-    assert dispatch.choose_module(kind, x, engine, "a group", "mean") == ("softplus" if kind == SIGMOID else "")
+    assert dispatch.choose_module(kind, x, engine, "a group", "mean") == "fused"
     assert dispatch.choose_module(kind, x, engine, "", "none") == ""
     assert dispatch.choose_module(kind, x, engine, "", "sum", standard=False) == ""
     assert dispatch.choose_module(kind, x, engine, "", "sum") == "dense"
@@ -63,10 +64,10 @@ def test_a_group_excludes_rules_for_one_process(kind, engine):
 def test_views_are_two_rows_of_each_sample():
     with dispatch.override(dense_cpu=64):
         assert dispatch.choose_module(VIEWS, torch.zeros(32, 8), "eager", "", "mean") == "dense"
-        assert dispatch.choose_module(VIEWS, torch.zeros(33, 8), "eager", "", "mean") == ""
+        assert dispatch.choose_module(VIEWS, torch.zeros(33, 8), "eager", "", "mean") == "fused"
 
 
-def test_transforms_take_two_passes():
+def test_transforms_take_the_fused_operators():
     chosen = []
 
     def loss(x):
@@ -74,7 +75,7 @@ def test_transforms_take_two_passes():
         return mb.clip_loss(x, x, 1.0)
 
     torch.func.grad(loss)(torch.ones(4, 2))
-    assert chosen == [""]
+    assert chosen == ["fused"]
 
 
 def test_an_override_ends_with_its_block():

@@ -1,6 +1,7 @@
 """The operations inside PyTorch: compile, autocast, checkpointing, functional models, what is saved, and what is refused."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import megabatch as mb
 from helpers import aligned_pairs, leaves, tile_size, unit
 from megabatch import operators, reference
+from megabatch.operators import fused
 from megabatch.operators.logsumexp import KEPT, SEPARATE, SKIPPED, logsumexp_backward
 from megabatch.operators.softplus import softplus_backward
 
@@ -128,18 +130,28 @@ def test_softplus_and_rank_operators_keep_their_promises_to_pytorch():
         torch.library.opcheck(operators.softplus, (x, y, scale, bias, *how))
         dmatch = torch.ones(6 if apart else 0)
         torch.library.opcheck(softplus_backward, (*plain, *how, torch.ones(6), dmatch, [True, True, True, True]))
-    # The rest of opcheck would differentiate the gradients that this one returns, and that is refused.
-    arguments = (x, y, scale, bias, None, False, True, "float32", "eager", "", True, [True, True, True, False])
-    utils = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operators.sigmoid_loss, arguments, test_utils=utils)
-    half = [t.half() for t in plain[:2]]
-    for needs in ([True] * 4, [False] * 4):
-        arguments = (*half, *plain[2:], None, False, True, "float16", "eager", "", False, needs)
-        torch.library.opcheck(operators.sigmoid_loss, arguments, test_utils=utils)
     x, y, how = *plain[:2], ("float32", "eager", "")
     torch.library.opcheck(operators.rank, (x, y, None, None, None, None, *how))
     rows, columns = (torch.zeros(len(side), dtype=torch.int64) for side in (x, y))
     torch.library.opcheck(operators.rank, (x, y, x @ y[0], y @ x[0], rows, columns, *how))
+
+
+@opcheck_warns
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fused_operators_keep_their_promises_to_pytorch(dtype):
+    """The rest of opcheck would differentiate the gradients that these operators return, and that is refused."""
+    check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
+    x, y = (unit(6, 4, seed=seed, dtype=torch.float32).to(dtype) for seed in (0, 1))
+    scale, labels, run = torch.tensor(3.0), torch.arange(6) % 3, (str(dtype).removeprefix("torch."), "eager", "")
+    for needed in (True, False):
+        needs = [needed] * 3
+        for ids, columns, mean in ((None, True, True), (labels, False, False)):
+            check(fused.cross_entropy, (x, y, scale, ids, columns, mean, *run, needs))
+        check(fused.sigmoid, (x, y, scale, torch.zeros(6), None, False, True, *run, True, [needed] * 4))
+        check(fused.nt_xent, (x, y, scale, True, *run, needs))
+        check(fused.sup_con, (x, scale, labels, True, *run, needs[:2]))
+    check(fused.cross_entropy, (x, y, scale, None, True, True, *run, [True, False, False]))
+    check(fused.sup_con, (x, scale, labels, True, *run, [False, True]))
 
 
 @pytest.mark.parametrize("loss", [mb.clip_loss, lambda x, y, s: mb.siglip_loss(x, y, s, -2.0)])
@@ -253,8 +265,9 @@ def test_what_is_saved_for_backward_grows_with_the_rows_alone(dtype):
         for N in (512, 2048):
             x, y, scale, bias, _ = inputs(N, dtype)
             own = {t.untyped_storage().data_ptr() for t in (x, y)}
-            clip, _ = saved_bytes(lambda: mb.clip_loss(x, y, scale))  # noqa: B023
-            siglip, _ = saved_bytes(lambda: mb.siglip_loss(x, y, scale, bias))  # noqa: B023
-            assert sum(size for key, size in clip.items() if key not in own) <= 6 * 4 * N + 64
-            embeddings = x.nbytes + y.nbytes
-            assert sum(size for key, size in siglip.items() if key not in own) <= embeddings + 4 * N + 64
+            two_passes, _ = saved_bytes(lambda: mb.clip_loss(x, y, scale, reduction="none"))  # noqa: B023
+            assert sum(size for key, size in two_passes.items() if key not in own) <= 6 * 4 * N + 64
+            gradients = x.nbytes + y.nbytes  # the forward pass computes them
+            for loss in (lambda: mb.clip_loss(x, y, scale), lambda: mb.siglip_loss(x, y, scale, bias)):  # noqa: B023
+                saved, _ = saved_bytes(loss)
+                assert sum(size for key, size in saved.items() if key not in own) <= gradients + 4 * N + 64

@@ -28,8 +28,8 @@ PACKAGES = ("src/megabatch", "src/megabatch_train", "tests", "benchmarks")
 # Rows of a batch on a GPU that takes this path, and the limits with which 300 rows take it.
 PATHS = {
     "1,024 rows (dense)": {},
-    "32,768 rows (fused)": {"dense_triton": 0},
-    "1,048,576 rows (two-pass)": {"dense_triton": 0, "fused": 0},
+    "32,768 rows (fused, one GPU)": {"dense_triton": 0},
+    "1,048,576 rows (fused)": {"dense_triton": 0, "one_gpu": 0},
 }
 
 

@@ -102,8 +102,8 @@ def _kernels_serve(precision: str, device: torch.device) -> bool:
 # Paths
 
 DENSE: Final = "dense"  # the whole matrix of logits in memory; the gradients are computed with the loss
-FUSED: Final = "fused"  # strips of the matrix; the gradients are computed with the loss
-TWO_PASS: Final = "two-pass"  # sums over the tiles in the forward pass, and each tile again in the backward pass
+FUSED: Final = "fused"  # tiles or strips of the matrix; the gradients are computed with the loss
+TWO_PASS: Final = "two-pass"  # sums over the tiles in the forward pass, and the gradients in the backward pass
 
 # Kinds of losses.
 BOTH: Final = "softmax, both directions"  # clip_loss, info_nce_loss(symmetric=True)
@@ -129,38 +129,39 @@ class Limits:
     # of a workspace. H200, bf16, D = 512: 8,192 pairs take 0.6 to 0.8 ms on the dense path. Over tiles they take 1.4 to 1.8 ms,
     # because they are launch-bound. 16,384 pairs take 2.2 ms and 1.5 GiB on the dense path, and 1.6 ms over tiles.
     dense_triton: int = 8192
-    # Up to 32,768 rows, a step is launch-bound, and the fused path saves several milliseconds because it has few launches. With
-    # 65,536 rows, a step is not launch-bound. The fused path is faster because it does not set the sums of dy to 0 first, and
+    # Up to 32,768 rows, a step is launch-bound, and `operators.one_gpu` saves several milliseconds because it has few launches.
+    # With 65,536 rows, a step is not launch-bound. The module is faster because it does not set the sums of dy to 0 first, and
     # because its strips are larger. H200, bf16, 65,536 rows, D = 512 / 768 / 1024, ms: `clip_loss` 27.2 / 40.8 / 54.5 instead
-    # of 27.7 / 41.7 / 55.4 on the two-pass path, `siglip_loss` 23.0 / 32.1 / 41.5 instead of 23.9 / 33.4 / 43.0. The fused path
-    # needs 0.3 GiB more memory.
-    fused: int = 65536
-    # With more views, the two-pass path is used, because it computes only half of the matmuls (`tiles.symmetric`).
-    fused_views: int = 32768
+    # of 27.7 / 41.7 / 55.4 in two passes, `siglip_loss` 23.0 / 32.1 / 41.5 instead of 23.9 / 33.4 / 43.0. It needs 0.3 GiB more
+    # memory.
+    one_gpu: int = 65536
+    # With more views, the symmetric passes are used, because they compute only half of the matmuls (`tiles.symmetric`).
+    one_gpu_views: int = 32768
     # Largest rows × D for which the float32 sums of dx, and later these sums plus the gradients, fit the workspace limits.
-    fused_elements: int = 2**27
+    one_gpu_elements: int = 2**27
 
 
 class Rule(NamedTuple):
     """A path, and the calls that take it unless an earlier rule applies."""
 
     path: str
-    module: str  # the module of `megabatch.operators` that computes gradients in the forward pass; empty for two passes
+    module: str  # the module of `megabatch.operators` that computes the loss with its gradients; empty for two passes
     kinds: tuple[str, ...]
     engine: str = ""  # empty for both
     rows: str = ""  # the field of `Limits` with the largest number of rows; empty for any number
     cpu_only: bool = False
     plain: bool = False  # requires one process, at least two rows, and no torch.compile, torch.func or fake tensors
+    standard: bool = True  # requires a mean or a sum, and none of the options that `choose_module` lists
 
 
 RULES: Final = (
     Rule(DENSE, "dense", (BOTH, VIEWS, LABELS, SIGMOID), EAGER, "dense_cpu", cpu_only=True, plain=True),
     Rule(DENSE, "dense", (ROWS,), EAGER, "dense_cpu_one_direction", cpu_only=True, plain=True),
     Rule(DENSE, "dense", KINDS, TRITON, "dense_triton", plain=True),
-    Rule(FUSED, "fused", (BOTH, ROWS, SIGMOID), TRITON, "fused", plain=True),
-    Rule(FUSED, "fused", (VIEWS,), TRITON, "fused_views", plain=True),
-    Rule(FUSED, "softplus", (SIGMOID,)),
-    Rule(TWO_PASS, "", KINDS),
+    Rule(FUSED, "one_gpu", (BOTH, ROWS, SIGMOID), TRITON, "one_gpu", plain=True),
+    Rule(FUSED, "one_gpu", (VIEWS,), TRITON, "one_gpu_views", plain=True),
+    Rule(FUSED, "fused", KINDS),
+    Rule(TWO_PASS, "", KINDS, standard=False),
 )
 
 _limits = Limits()
@@ -236,7 +237,7 @@ def _admits(rule: Rule, rows: int, D: int, on_cpu: bool) -> bool:
         return False
     if rule.rows and rows > getattr(_limits, rule.rows):
         return False
-    return rule.path != FUSED or not rule.plain or rows * D <= _limits.fused_elements
+    return rule.module != "one_gpu" or rows * D <= _limits.one_gpu_elements
 
 
 RULE_COLUMNS: Final = ("path", "losses", "engine", "size", "where")
@@ -247,7 +248,7 @@ def describe_rules() -> list[tuple[str, str, str, str, str]]:
     return [
         (
             rule.path,
-            "all" if rule.kinds == KINDS else "; ".join(rule.kinds),
+            ("all" if rule.kinds == KINDS else "; ".join(rule.kinds)) + ("" if rule.standard else ", with other options"),
             {EAGER: "PyTorch", TRITON: "Triton"}.get(rule.engine, "both") + (", CPU" if rule.cpu_only else ""),
             _describe_size(rule),
             "one process" if rule.plain else "anywhere",
@@ -260,4 +261,4 @@ def _describe_size(rule: Rule) -> str:
     if not rule.rows:
         return "any"
     size = f"{getattr(_limits, rule.rows):,} rows"
-    return f"{size}, rows × D up to {_limits.fused_elements / 1e6:.0f}M" if rule.path == FUSED else size
+    return f"{size}, rows × D up to {_limits.one_gpu_elements / 1e6:.0f}M" if rule.module == "one_gpu" else size

@@ -10,29 +10,27 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch import checks, dispatch, operators
 from megabatch.dispatch import BOTH, LABELS, ROWS, SIGMOID, VIEWS, Backend, Execution, Group, Reduction
-from megabatch.operators import dense, fused
+from megabatch.operators import dense, fused, one_gpu
 from megabatch.operators.logsumexp import ALL, EQUAL_IDS, KEPT, OTHERS, SEPARATE, SKIPPED
 from megabatch.ring import ranks
 from megabatch.tiles.block import (
     EAGER,
     FLOAT32,
     HALF_DTYPE,
-    SOFTPLUS_IS_IDENTITY,
     TRITON,
     accumulator_dtype,
     autocast_device,
     compute_precision,
     round_logits,
 )
-from megabatch.tiles.sums import finite_or_zero
+from megabatch.tiles.sums import exact_softplus, finite_or_zero
 
-__all__ = ["KEPT", "SEPARATE", "SKIPPED", "accumulator_dtype", "autocast_device", "finite_or_zero"]
+__all__ = ["KEPT", "SEPARATE", "SKIPPED", "accumulator_dtype", "autocast_device", "exact_softplus", "finite_or_zero"]
 
 
 def execution(
@@ -211,7 +209,7 @@ def symmetric_logsumexp(
 # Losses that compute their gradients in the forward pass, if `dispatch` chooses a module for the call. Each module has a
 # function with the name of the function here.
 
-_MODULES: dict[str, ModuleType] = {"dense": dense, "fused": fused}
+_MODULES: dict[str, ModuleType] = {"dense": dense, "one_gpu": one_gpu, "fused": fused}
 
 
 def cross_entropy_loss(
@@ -234,8 +232,8 @@ def cross_entropy_loss(
     module = dispatch.choose_module(kind, x, run.backend, run.group, reduction, standard=standard)
     if not module:
         return None
-    divisor = (x.shape[0] if reduction == "mean" else 1) * (2 if columns else 1)
-    loss: Tensor = _MODULES[module].cross_entropy_loss(x, y, number(scale, name, x), ids, run, columns=columns, divisor=divisor)
+    mean = reduction == "mean"
+    loss: Tensor = _MODULES[module].cross_entropy_loss(x, y, number(scale, name, x), ids, run, columns=columns, mean=mean)
     return loss
 
 
@@ -251,8 +249,7 @@ def nt_xent_loss(
     module = dispatch.choose_module(VIEWS, z1, run.backend, run.group, reduction)
     if not module:
         return None
-    divisor = 2 * (len(z1) if reduction == "mean" else 1)
-    loss: Tensor = _MODULES[module].nt_xent_loss(z1, z2, number(scale, "scale", z1), run, divisor=divisor)
+    loss: Tensor = _MODULES[module].nt_xent_loss(z1, z2, number(scale, "scale", z1), run, mean=reduction == "mean")
     return loss
 
 
@@ -268,7 +265,7 @@ def sup_con_loss(
     module = dispatch.choose_module(LABELS, z, run.backend, run.group, reduction)
     if not module:
         return None
-    loss: Tensor = _MODULES[module].sup_con_loss(z, labels, number(scale, "scale", z), run, mean_of_rows=reduction == "mean")
+    loss: Tensor = _MODULES[module].sup_con_loss(z, labels, number(scale, "scale", z), run, mean=reduction == "mean")
     return loss
 
 
@@ -295,23 +292,16 @@ def sigmoid_loss(
     place of s_ij.
     """
     module = dispatch.choose_module(SIGMOID, x, run.backend, run.group, reduction)
-    if module in _MODULES:
-        fused_loss: Tensor = _MODULES[module].sigmoid_loss(
-            *(x, y, scale, bias, ids, run),
-            ids_are_positives=ids_are_positives,
-            divisor=len(x) if reduction == "mean" else 1,
+    if module:
+        mean = reduction == "mean"
+        loss: Tensor = _MODULES[module].sigmoid_loss(
+            x, y, scale, bias, ids, run, ids_are_positives=ids_are_positives, mean=mean
         )
-        return fused_loss
+        return loss
     inputs = x, y, scale, bias.expand(x.shape[0])
-    if not module:
-        total, match = operators.apply(operators.softplus, *inputs, ids, ids_are_positives, True, *run)
-        losses: Tensor = total + exact_softplus(-match)
-        return losses
-    is_transformed = dispatch.transforms_are_active()  # then requires_grad may be False although a gradient is needed
-    needs = [torch.is_grad_enabled() and (is_transformed or tensor.requires_grad) for tensor in inputs]
-    options = ids, ids_are_positives, True, *run
-    loss: Tensor = operators.apply(operators.sigmoid_loss, *inputs, *options, reduction == "mean", needs)[0]
-    return loss
+    total, match = operators.apply(operators.softplus, *inputs, ids, ids_are_positives, True, *run)
+    losses: Tensor = total + exact_softplus(-match)
+    return losses
 
 
 def soft_cross_entropy(
@@ -460,8 +450,3 @@ def _round_as_in_matmuls(values: Tensor) -> Tensor:
     """
     half = HALF_DTYPE.get(compute_precision(values))
     return (values if half is None else values.to(half)).to(accumulator_dtype(values.dtype))
-
-
-def exact_softplus(values: Tensor) -> Tensor:
-    """Computes log(1 + exp(values)) to full float64 precision. PyTorch's default threshold gives only nine digits."""
-    return F.softplus(values, threshold=SOFTPLUS_IS_IDENTITY)

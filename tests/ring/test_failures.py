@@ -43,7 +43,8 @@ def disagree(group, rank, what):
         message = None
     except ValueError as error:
         message = str(error)
-    return message, mb.clip_loss(x[:, :5].float(), y[:, :5].float(), 3.0, group=group).isfinite() if len(x) else True
+    same = [side.detach()[:, :5].float() for side in (x, y)]
+    return message, mb.clip_loss(*same, 3.0, group=group).isfinite() if len(x) else True
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,10 @@ def disagree(group, rank, what):
         ("backend", "the backend is eager on ranks 0 2, triton on rank 1"),
         ("route", "the route is ring on ranks 0 2, gather on rank 1"),
         ("ids", "the set of excluded pairs is diagonal on ranks 0 2, ids and diagonal on rank 1"),
-        ("operation", "the operation is logsumexp on ranks 0 2, sigmoid loss on rank 1"),
+        (
+            "operation",
+            "the operation is cross-entropy on ranks 0 2, sigmoid loss on rank 1; the loss is clip_loss on ranks 0 2, siglip_loss on rank 1",
+        ),
         ("needs", "the set of inputs that need a gradient is x y scale on ranks 0 2, x scale on rank 1"),
         (
             "nobody has rows",
@@ -113,13 +117,41 @@ def call_differently(group, rank, usual, odd):
             "info_nce_loss symmetric",
             (
                 "the operation is logsumexp (contrast query-key query-query) on ranks 0 2, "
-                "logsumexp (contrast query-key symmetric) on rank 1"
+                "cross-entropy (contrast query-key symmetric) on rank 1"
             ),
         ),
-        ("clip", "nt_xent_loss", "the loss is clip_loss on ranks 0 2, nt_xent_loss on rank 1"),
-        ("nt_xent_loss", "matryoshka", "the operation is logsumexp on ranks 0 2, sum over ranks on rank 1"),
-        ("clip", "smoothed clip", "the loss is clip_loss on ranks 0 2, clip_loss(label_smoothing=0.1) on rank 1"),
-        ("smoothed clip", "clip", "the loss is clip_loss(label_smoothing=0.1) on ranks 0 2, clip_loss on rank 1"),
+        (
+            "clip",
+            "nt_xent_loss",
+            (
+                "the operation is cross-entropy on ranks 0 2, loss of a batch against itself on rank 1; "
+                "the loss is clip_loss on ranks 0 2, nt_xent_loss on rank 1"
+            ),
+        ),
+        (
+            "nt_xent_loss",
+            "matryoshka",
+            (
+                "the operation is loss of a batch against itself on ranks 0 2, sum over ranks on rank 1; "
+                "the loss is nt_xent_loss on ranks 0 2, matryoshka_clip_loss(weights=[1.0]) on rank 1"
+            ),
+        ),
+        (
+            "clip",
+            "smoothed clip",
+            (
+                "the operation is cross-entropy on ranks 0 2, logsumexp on rank 1; "
+                "the loss is clip_loss on ranks 0 2, clip_loss(label_smoothing=0.1) on rank 1"
+            ),
+        ),
+        (
+            "smoothed clip",
+            "clip",
+            (
+                "the operation is logsumexp on ranks 0 2, cross-entropy on rank 1; "
+                "the loss is clip_loss(label_smoothing=0.1) on ranks 0 2, clip_loss on rank 1"
+            ),
+        ),
         ("info_nce_loss", "info_nce_loss reordered", None),
     ],
 )
@@ -140,7 +172,10 @@ SETTINGS = {
     "reduction": (
         lambda x, y, g, value: mb.clip_loss(x, y, 3.0, reduction=value, group=g).mean(),
         ("mean", "none"),
-        "the loss is clip_loss on rank 0, clip_loss(reduction=none) on rank 1",
+        (
+            "the operation is cross-entropy on rank 0, logsumexp on rank 1; "
+            "the loss is clip_loss on rank 0, clip_loss(reduction=none) on rank 1"
+        ),
     ),
     "reduction of sup_con_loss": (
         lambda x, y, g, value: mb.sup_con_loss(x, torch.arange(4) // 2, reduction=value, group=g).mean(),
@@ -175,7 +210,10 @@ SETTINGS = {
     "the loss": (
         lambda x, y, g, value: value(x, y, scale=3.0, group=g),
         (mb.dcl_loss, mb.info_nce_loss),
-        "the loss is dcl_loss on rank 0, info_nce_loss on rank 1",
+        (
+            "the operation is logsumexp (contrast query-key) on rank 0, cross-entropy (contrast query-key) on rank 1; "
+            "the loss is dcl_loss on rank 0, info_nce_loss on rank 1"
+        ),
     ),
     "weights": (
         lambda x, y, g, value: mb.matryoshka_clip_loss(x, y, 3.0, widths=[3, 6], weights=value, group=g),
@@ -185,7 +223,7 @@ SETTINGS = {
     "symmetric": (
         lambda x, y, g, value: mb.info_nce_loss(x, y, scale=3.0, symmetric=value, group=g),
         (False, True),
-        "the operation is logsumexp (contrast query-key) on rank 0, logsumexp (contrast query-key symmetric) on rank 1",
+        "the operation is cross-entropy (contrast query-key) on rank 0, cross-entropy (contrast query-key symmetric) on rank 1",
     ),
     "ids_are_positives": (
         lambda x, y, g, value: mb.siglip_loss(x, y, 3.0, 0.0, ids=torch.arange(4), ids_are_positives=value, group=g),

@@ -22,7 +22,7 @@ from megabatch.kernels import gradient, logsumexp, operands, pairs, ranking, sma
 from megabatch.kernels import plan as kernel_plan
 from megabatch.late import kernels as late_kernels
 from megabatch.late.tiles import LateBlock, TokenRows
-from megabatch.operators import dense, fused
+from megabatch.operators import dense, one_gpu
 from megabatch.tiles import eager, plan
 from megabatch.tiles.block import HALF_DTYPE, TRITON, Block, ColumnGradients, Needs
 from megabatch.tiles.sums import LogSum
@@ -177,19 +177,19 @@ def launch_small(precision: str, features: bool, N: int, D: int = 512) -> None:
     scale = torch.tensor(1.0, requires_grad=True)
     ids = make_ids(N) if features else None
     bias, labels = torch.tensor(-5.0, requires_grad=True), torch.arange(N) // 2
-    options = {"ids_are_positives": features, "divisor": N}
+    options = {"ids_are_positives": features, "mean": True}
     run = Execution(precision, TRITON, "")
-    for module in (dense, fused):
+    for module in (dense, one_gpu):
         for columns in (False, True):
-            loss = module.cross_entropy_loss(x, y, scale, ids, run, columns=columns, divisor=N)
+            loss = module.cross_entropy_loss(x, y, scale, ids, run, columns=columns, mean=True)
             torch.autograd.grad(loss, (x, scale))
-        torch.autograd.grad(module.nt_xent_loss(x, y, scale, run, divisor=N), x)
+        torch.autograd.grad(module.nt_xent_loss(x, y, scale, run, mean=True), x)
         torch.autograd.grad(module.sigmoid_loss(x, y, scale, bias, ids, run, **options), (x, scale, bias))
-    torch.autograd.grad(dense.sup_con_loss(x, labels, scale, run, mean_of_rows=True), x)
+    torch.autograd.grad(dense.sup_con_loss(x, labels, scale, run, mean=True), x)
     with torch.no_grad():
         for columns in (False, True):
-            dense.cross_entropy_loss(x, y, scale, ids, run, columns=columns, divisor=N)
-    loss = fused.sigmoid_loss(x, y.detach(), scale.detach(), bias, ids, run, **options)
+            dense.cross_entropy_loss(x, y, scale, ids, run, columns=columns, mean=True)
+    loss = one_gpu.sigmoid_loss(x, y.detach(), scale.detach(), bias, ids, run, **options)
     torch.autograd.grad(loss, bias)
 
 

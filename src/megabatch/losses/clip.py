@@ -146,7 +146,8 @@ def siglip_loss(
     """
     if ids_are_positives and ids is None:
         raise ValueError("ids must be given if ids_are_positives is True, got None")
-    run = pairs(image, text, ("image", "text"), ids=ids, reduction=reduction, group=group, backend=backend)
+    loss = describe_loss(group, "siglip_loss", reduction=reduction)
+    run = pairs(image, text, ("image", "text"), ids=ids, reduction=reduction, group=group, loss=loss, backend=backend)
     scale, bias = number(logit_scale, "logit_scale", image), number(logit_bias, "logit_bias", image)
     return sigmoid_loss(image, text, scale, bias, run, ids=ids, ids_are_positives=ids_are_positives, reduction=reduction)
 

@@ -8,8 +8,17 @@ from torch import Tensor
 
 from megabatch.dispatch import Backend, Group, Reduction
 from megabatch.losses.formulas import check_smoothing, cross_entropy, number_in_range, reduce_losses
-from megabatch.losses.negatives import KEY_KEY, QUERY_KEY, Contrast, ContrastBatch, ContrastSums, Direction, Negatives
-from megabatch.primitives import cross_entropy_loss, mean_logit, pairs, sum_over_ranks
+from megabatch.losses.negatives import (
+    KEY_KEY,
+    QUERY_KEY,
+    Contrast,
+    ContrastBatch,
+    ContrastSums,
+    Direction,
+    Negatives,
+    describe_purpose,
+)
+from megabatch.primitives import cross_entropy_loss, describe_loss, mean_logit, pairs, sum_over_ranks
 
 # ----------------------------------------------------------------------------------------------------------------------
 # InfoNCE: each query finds its key among many. Dense retrieval, two-tower recommenders, MoCo and GTE use forms of it.
@@ -77,8 +86,12 @@ def info_nce_loss(
     """
     label_smoothing = check_smoothing(label_smoothing, ids=ids, margin=margin, guide=guide)
     others_are_keys = negatives is None and contrast in ((QUERY_KEY,), [QUERY_KEY])
-    if others_are_keys and log_q is None and margin is None and guide is None and label_smoothing == 0 and group is None:
-        run = pairs(query, key, ("query", "key"), ids=ids, reduction=reduction, backend=backend)
+    if others_are_keys and log_q is None and margin is None and guide is None and label_smoothing == 0:
+        loss = describe_loss(group, "info_nce_loss", reduction=reduction)
+        purpose = "" if group is None else describe_purpose(contrast, symmetric=symmetric)
+        run = pairs(
+            query, key, ("query", "key"), ids=ids, reduction=reduction, group=group, purpose=purpose, loss=loss, backend=backend
+        )
         loss_at_once = cross_entropy_loss(query, key, scale, run, columns=symmetric, name="scale", ids=ids, reduction=reduction)
         if loss_at_once is not None:
             return loss_at_once

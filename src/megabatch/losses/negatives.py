@@ -221,7 +221,7 @@ class ContrastBatch:
         _check_contrast(contrast)
         comparable = None if margin is None else "tensor" if isinstance(margin, Tensor) else margin
         loss = primitives.describe_loss(group, loss, **settings, margin=comparable, reduction=reduction)
-        purpose = _purpose(contrast, symmetric=symmetric)
+        purpose = describe_purpose(contrast, symmetric=symmetric)
         run = primitives.pairs(
             *(query, key, ("query", "key")),
             ids=ids,
@@ -356,7 +356,7 @@ class ContrastBatch:
         return None if self.limit is None else Ceiling(self.limit, rows, columns)
 
 
-def _purpose(contrast: Sequence[Contrast], *, symmetric: bool) -> str:
+def describe_purpose(contrast: Sequence[Contrast], *, symmetric: bool) -> str:
     """Returns the contrasts as text. Ranks compare it, because different contrasts may run the same operators."""
     names: list[str] = [name for name in CONTRASTS if name in contrast] or ["nothing"]
     return " ".join(["contrast", *names, *(["symmetric"] if symmetric else [])])

@@ -8,7 +8,7 @@ from megabatch.operators.autograd import apply
 from megabatch.operators.logsumexp import logsumexp, soft_cross_entropy, symmetric_logsumexp
 from megabatch.operators.ranking import rank, topk
 from megabatch.operators.rowwise import matching, positives, total
-from megabatch.operators.softplus import sigmoid_loss, softplus
+from megabatch.operators.softplus import softplus
 
 __all__ = [
     "apply",
@@ -16,7 +16,6 @@ __all__ = [
     "matching",
     "positives",
     "rank",
-    "sigmoid_loss",
     "soft_cross_entropy",
     "softplus",
     "symmetric_logsumexp",

@@ -4,8 +4,8 @@ One tile contains all logits, so the softmax of a row or a column is complete at
 for the factor that backward multiplies by. The matrix is freed before forward returns. As on the tiled paths, neither a loss
 nor its gradient loses digits if the matching pair is almost certain, and a softmax weight is at most 1 by construction.
 
-Each function has two engines: PyTorch operations for a CPU, and Triton kernels. `fused` has the same functions for larger
-batches.
+Each function has two engines: PyTorch operations for a CPU, and Triton kernels. `one_gpu` and `fused` have the same functions
+for larger batches.
 """
 
 import math
@@ -33,13 +33,13 @@ def cross_entropy_loss(
     run: Execution,
     *,
     columns: bool,
-    divisor: int,
+    mean: bool,
 ) -> Tensor:  # ()
-    """Returns the sum of −log softmax(s)_ii over rows, and with `columns` also over columns, divided by `divisor`.
+    """Returns the sum, or with `mean` the mean, of −log softmax(s)_ii over rows, or with `columns` over both directions.
 
     Pairs with equal ids are excluded.
     """
-
+    divisor = (len(x) if mean else 1) * (2 if columns else 1)
     if run.backend == TRITON:
         return _launch(x, y, scale, None, run, Task(MATCHES if columns else ROWS, divisor, ids))
 
@@ -66,12 +66,16 @@ def nt_xent_loss(
     scale: Tensor,  # ()
     run: Execution,
     *,
-    divisor: int,
+    mean: bool,
 ) -> Tensor:  # ()
-    """Returns the sum of −log softmax(s)_ij over all views i, divided by `divisor`. View j is the other view of the sample."""
+    """Returns the sum, or with `mean` the mean, of the losses of all samples.
+
+    The loss of a sample is the mean of −log softmax(s)_ij over its two views i. View j is the other view.
+    """
+    N = len(z1)
+    divisor = 2 * (N if mean else 1)
     if run.backend == TRITON:
         return _launch(z1, z2, scale, None, run, Task(VIEWS, divisor))
-    N = len(z1)
 
     def partners(s: Tensor, dim: int) -> Tensor:  # (2, N, 1), of (2, N, 2N): the pairs (i, N + i), then (N + i, i)
         return s.as_strided((2, N, 1), (2 * N * N - N, 2 * N + 1, 1), N)
@@ -157,10 +161,13 @@ def sigmoid_loss(
     run: Execution,
     *,
     ids_are_positives: bool,
-    divisor: int,
+    mean: bool,
 ) -> Tensor:  # ()
-    """Returns Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] divided by `divisor`. `primitives.sigmoid_loss` explains ids."""
+    """Returns the sum, or with `mean` the mean, of softplus(−s_ii) + Σ_{j≠i} softplus(s_ij) over all rows i.
 
+    `primitives.sigmoid_loss` explains ids.
+    """
+    divisor = len(x) if mean else 1
     if run.backend == TRITON:
         return _launch(x, y, scale, bias, run, Task(SIGMOID, divisor, ids, ids_are_positives=ids_are_positives))
 
@@ -198,15 +205,15 @@ def sup_con_loss(
     scale: Tensor,  # ()
     run: Execution,
     *,
-    mean_of_rows: bool,
+    mean: bool,
 ) -> Tensor:  # ()
-    """Returns the sum, or with `mean_of_rows` the mean, of the losses of all rows i that share their label.
+    """Returns the sum, or with `mean` the mean, of the losses of all rows i that share their label.
 
     The loss of row i is the mean of −log softmax(s)_ij over the other rows j with its label. A row is not compared with itself.
     """
 
     if run.backend == TRITON:
-        return _launch(z, None, scale, None, run, Task(LABELS, 0 if mean_of_rows else 1, labels))
+        return _launch(z, None, scale, None, run, Task(LABELS, 0 if mean else 1, labels))
 
     def weigh(form_logits: FormLogits) -> tuple[float, Tensor]:
         s = form_logits()
@@ -226,7 +233,7 @@ def sup_con_loss(
         g.addcmul_(marked, (certainty / divisor)[:, None], value=-1.0).addcmul_(marked, (others / divisor)[:, None], value=-1.0)
         losses = torch.where((count == 1) & (certainty > 0.5), (others / certainty).log1p_(), losses)
         has_positive = count > 0
-        rows = max(1, int(has_positive.sum())) if mean_of_rows else 1
+        rows = max(1, int(has_positive.sum())) if mean else 1
         g.mul_((count.clamp_max(1.0) / rows)[:, None])
         return losses.where(has_positive, 0.0).sum(dtype=torch.float64).item() / rows, g
 

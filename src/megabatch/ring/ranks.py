@@ -307,14 +307,14 @@ SMALL_BLOCK, GATHER_BYTES_OF_SMALL_BLOCKS = 4096**2, 256 * 2**20
 def agree(ranks: Ranks, terms: dict[str, Any], rows: int, columns: int) -> Ranks:
     """Returns the ranks, with the rows, columns and node of each. If they disagree, all ranks raise the same `ValueError`.
 
-    If the operations differ, the error names only the operations, because their terms cannot be compared.
+    If the operations differ, the error names only the operations and the losses, because their other terms cannot be compared.
     """
     terms = {**terms, "the loss": ranks.loss or "none"}
     values = [ranks.operation, *(_shorten(str(value)) for value in terms.values())]
     texts = _gather(ranks, "\n".join([*values, str(rows), str(columns), str(own_node())]))
     table = [text.split("\n") for text in texts]
     operations = [line[0] for line in table]
-    compared = {"the operation": operations}
+    compared = {"the operation": operations, "the loss": [line[-4] for line in table]}  # the loss is the last term
     if len(set(operations)) == 1:
         compared = {name: [line[i] for line in table] for i, name in enumerate(terms, start=1)}
     differences = [f"{name} is {_describe_by_rank(by_rank)}" for name, by_rank in compared.items() if len(set(by_rank)) > 1]

@@ -37,9 +37,6 @@ HALF_DTYPE = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
 
 SUPPORTED_DTYPES = tuple(_OF_DTYPE)
 
-# Above this value, log1p(exp(s)) − s is smaller than the rounding error of s, even in float64.
-SOFTPLUS_IS_IDENTITY = 50.0
-
 
 def autocast_device(x: Tensor) -> str:
     """Returns the device type whose autocast applies to x. The meta device has no autocast, so it uses the CPU's."""

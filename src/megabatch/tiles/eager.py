@@ -10,7 +10,6 @@ from megabatch.tiles import plan
 from megabatch.tiles.block import (
     BFLOAT16,
     FLOAT16,
-    SOFTPLUS_IS_IDENTITY,
     TF32,
     Block,
     ColumnGradients,
@@ -26,7 +25,7 @@ from megabatch.tiles.block import (
     targets_on_the_diagonal,
     windows,
 )
-from megabatch.tiles.sums import Best, LogSum, SoftSum, best_columns, weighted_softmax
+from megabatch.tiles.sums import SOFTPLUS_IS_IDENTITY, Best, LogSum, SoftSum, best_columns, weighted_softmax
 
 __all__ = [
     "finish_rows",

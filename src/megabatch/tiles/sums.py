@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -108,6 +109,15 @@ def weighted_softmax(s: Tensor, shift: Tensor, total: Tensor, per_unit: Tensor, 
 def finite_or_zero(shift: Tensor) -> Tensor:
     """Replaces ±inf by 0, so that exp(s − shift) of an empty sum is 0 and not NaN. NaN stays NaN."""
     return torch.nan_to_num(shift, torch.nan, posinf=0.0, neginf=0.0)
+
+
+# Above this value, log1p(exp(s)) − s is smaller than the rounding error of s, even in float64.
+SOFTPLUS_IS_IDENTITY = 50.0
+
+
+def exact_softplus(values: Tensor) -> Tensor:
+    """Computes log(1 + exp(values)) to full float64 precision. PyTorch's default threshold gives only nine digits."""
+    return F.softplus(values, threshold=SOFTPLUS_IS_IDENTITY)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def rules() -> tables.TextTable:
         list(dispatch.RULE_COLUMNS),
         [list(row) for row in dispatch.describe_rules()],
         title="How a loss is computed: the first row that applies is used",
-        notes='With reduction="none", label smoothing, a bias, further negatives or a guide, a loss always takes two passes.',
+        notes='Other options are reduction="none", label smoothing, a bias, further negatives and a guide.',
         names=tuple(range(len(dispatch.RULE_COLUMNS))),
     )
 
