@@ -135,8 +135,9 @@ class Limits:
     # of 27.7 / 41.7 / 55.4 in two passes, `siglip_loss` 23.0 / 32.1 / 41.5 instead of 23.9 / 33.4 / 43.0. It needs 0.3 GiB more
     # memory.
     one_gpu: int = 65536
-    # With more views, the symmetric passes are used, because they compute only half of the matmuls (`tiles.symmetric`).
-    one_gpu_views: int = 32768
+    # A batch against itself. With more rows, the symmetric passes are used, because they compute only half of the matmuls
+    # (`tiles.symmetric`).
+    one_gpu_itself: int = 32768
     # Largest rows × D for which the float32 sums of dx, and later these sums plus the gradients, fit the workspace limits.
     one_gpu_elements: int = 2**27
 
@@ -159,7 +160,7 @@ RULES: Final = (
     Rule(DENSE, "dense", (ROWS,), EAGER, "dense_cpu_one_direction", cpu_only=True, plain=True),
     Rule(DENSE, "dense", KINDS, TRITON, "dense_triton", plain=True),
     Rule(FUSED, "one_gpu", (BOTH, ROWS, SIGMOID), TRITON, "one_gpu", plain=True),
-    Rule(FUSED, "one_gpu", (VIEWS,), TRITON, "one_gpu_views", plain=True),
+    Rule(FUSED, "one_gpu", (VIEWS, LABELS), TRITON, "one_gpu_itself", plain=True),
     Rule(FUSED, "fused", KINDS),
     Rule(TWO_PASS, "", KINDS, standard=False),
 )

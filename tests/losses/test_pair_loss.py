@@ -186,3 +186,58 @@ def test_few_calls(loss, most_launches, most_calls):
     assert len(launches) == most_launches
     work = [name for name in calls.names if not name.startswith(("aten::_to_copy", "aten::detach"))]
     assert len(work) <= most_calls, work
+
+
+# Labels of 70 rows: alone, in pairs and in larger groups, in all orders.
+LABELS = {
+    "pairs": lambda N: torch.arange(N).roll(5) // 2,
+    "groups": lambda N: torch.arange(N) * 7 % 12,
+    "all kinds": lambda N: (torch.arange(N) % 40).where(torch.arange(N) % 40 < 25, 100 + torch.arange(N)),
+    "no positives": torch.arange,
+}
+
+
+@pytest.mark.quick({"kind": "all kinds", "dtype": torch.float32}, {"kind": "pairs", "dtype": torch.float16})
+@pytest.mark.parametrize("kind", LABELS)
+@DTYPES
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_labels_in_several_strips(monkeypatch, kind, dtype, reduction):
+    """Rows are compared with each other, and each row has the mean of its positives in place of a matching row."""
+    N = 300
+    z, _, scale = inputs_of(N, 24, dtype)
+    labels = LABELS[kind](N).to(DEVICE)
+
+    def loss(z, scale, **options):
+        return mb.sup_con_loss(z, labels, scale, reduction=reduction, **options)
+
+    def truth(z, scale):
+        rows_with_positives = ((labels[:, None] == labels).sum(1) > 1).sum()
+        return reference.sup_con_loss(z, labels, scale) * (1 if reduction == "mean" else rows_with_positives)
+
+    with Calls() as calls:
+        found = in_one_strip_and_several(monkeypatch, loss, (z, scale), (256, 256))
+    assert not any("megabatch" in call for call in calls.names), "an operator ran"
+    if kind == "no positives":
+        assert not any(result.any() for outcome in found for result in outcome)
+        return
+    for outcome in found:
+        assert_right(outcome, truth, (z, scale))
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e8])
+def test_labels_of_equal_rows_at_large_scales(scale):
+    """The probability of each of 7 equal positives is 1/7, and the probability of a sole equal positive is 1."""
+    for group, expected in ((8, torch.tensor(7.0).log()), (2, torch.tensor(0.0))):
+        z = torch.eye(16, device=DEVICE).repeat_interleave(group, 0).requires_grad_()
+        labels = torch.arange(16, device=DEVICE).repeat_interleave(group)
+        loss = mb.sup_con_loss(z, labels, scale, backend="triton")
+        torch.testing.assert_close(loss.cpu(), expected, rtol=1e-6, atol=0)
+
+
+def test_labels_do_not_hide_what_is_not_finite():
+    z, _, scale = inputs_of(70, 24, torch.float32)
+    with torch.no_grad():
+        z[3, 2] = float("nan")
+    loss = mb.sup_con_loss(z, torch.arange(70, device=DEVICE) // 4, scale, backend="triton")
+    assert loss.isnan()
+    assert torch.autograd.grad(loss, z)[0].isnan().any()

@@ -60,7 +60,10 @@ def disagree(group, rank, what):
         ("ids", "the set of excluded pairs is diagonal on ranks 0 2, ids and diagonal on rank 1"),
         (
             "operation",
-            "the operation is cross-entropy on ranks 0 2, sigmoid loss on rank 1; the loss is clip_loss on ranks 0 2, siglip_loss on rank 1",
+            (
+                "the operation is cross-entropy on ranks 0 2, sigmoid loss on rank 1; "
+                "the loss is clip_loss on ranks 0 2, siglip_loss on rank 1"
+            ),
         ),
         ("needs", "the set of inputs that need a gradient is x y scale on ranks 0 2, x scale on rank 1"),
         (

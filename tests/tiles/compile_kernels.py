@@ -185,7 +185,7 @@ def launch_small(precision: str, features: bool, N: int, D: int = 512) -> None:
             torch.autograd.grad(loss, (x, scale))
         torch.autograd.grad(module.nt_xent_loss(x, y, scale, run, mean=True), x)
         torch.autograd.grad(module.sigmoid_loss(x, y, scale, bias, ids, run, **options), (x, scale, bias))
-    torch.autograd.grad(dense.sup_con_loss(x, labels, scale, run, mean=True), x)
+        torch.autograd.grad(module.sup_con_loss(x, labels, scale, run, mean=True), (x, scale))
     with torch.no_grad():
         for columns in (False, True):
             dense.cross_entropy_loss(x, y, scale, ids, run, columns=columns, mean=True)

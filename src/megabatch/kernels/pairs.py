@@ -8,7 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.kernels import plan as kernel_plan
-from megabatch.kernels.device import cross_entropy, finish_tile, load_embeddings, softplus_and_sigmoid, sum_all_parts
+from megabatch.kernels.device import (
+    cross_entropy,
+    finish_tile,
+    finite_or_zero,
+    load_embeddings,
+    logarithm,
+    softplus_and_sigmoid,
+    sum_all_parts,
+)
 from megabatch.kernels.gradient import GradientSums, Weights
 from megabatch.kernels.launch import launch
 from megabatch.kernels.logsumexp import OnlineSums
@@ -155,10 +163,11 @@ WEIGHT, CAP, SHIFT, OWN_SHIFT, DMATCH, PRODUCT = (tl.constexpr(number) for numbe
 
 
 @triton.jit
-def _side(common, match, offs, N, unit, weights, stride, TILE: tl.constexpr):
+def _side(common, match, count, offs, N, unit, weights, stride, TILE: tl.constexpr):
     """Returns the losses of a program's rows or columns, and their derivatives with respect to the logarithms of the sums.
 
-    Stores the weights, and for each tile whether it contains a sum with its own shift (0 or 1).
+    Stores the weights, and for each tile whether it contains a sum with its own shift (0 or 1). If `count` is given, the match
+    is the mean logit of this many positives. Several positives are part of the sum, and a sole positive is not.
     """
     mask = offs < N
     total = tl.load(weights + CAP * stride + offs, mask, 0.0)
@@ -167,6 +176,11 @@ def _side(common, match, offs, N, unit, weights, stride, TILE: tl.constexpr):
     shift = tl.where(has_own, own.to(tl.float64), common)
     shift = shift * 0.693147182464599609375 - shift * 1.9046542999577e-9  # log 2, in two floats
     loss, weight = cross_entropy(shift, total.to(tl.float64), match)
+    if count is not None:
+        positives = tl.load(count + offs, mask, 0)
+        less_match = (finite_or_zero(shift).to(tl.float64) - match) + logarithm(total.to(tl.float64))
+        loss = tl.where(positives == 0, 0.0, tl.where(positives == 1, loss, less_match))
+        weight = tl.where(positives == 0, 0.0, tl.where(positives == 1, weight, less_match * 0.0 + 1.0))  # NaN stays NaN
     per_unit = tl.where(total == 0.0, 0.0, unit * weight / tl.where(total == 0.0, 1.0, total).to(tl.float64))
     tl.store(weights + WEIGHT * stride + offs, per_unit.to(tl.float32), mask)
     TILES: tl.constexpr = offs.shape[0] // TILE
@@ -197,6 +211,7 @@ def _pair_statistics_kernel(
     common,  # () C, float64
     vectors,  # (10, stride) `PairVectors`; the kernel reads caps, shifts and products, and writes the others
     losses,  # (programs,) float64
+    count,  # (N,) number of positives of each row, or None
     N,
     stride,
     unit,
@@ -211,10 +226,10 @@ def _pair_statistics_kernel(
     product, factor = tl.load(vectors + PRODUCT * stride + offs, mask, 0.0), tl.load(scale).to(tl.float32)
     match = _match(product, factor, EXACT)
     C = tl.load(common)
-    loss, weight = _side(C, match, offs, N, unit, vectors, stride, TILE_N)
+    loss, weight = _side(C, match, count, offs, N, unit, vectors, stride, TILE_N)
     of_columns = vectors + stride
     if COLUMNS:
-        col_loss, col_weight = _side(C, match, offs, N, unit, of_columns, stride, TILE_M)
+        col_loss, col_weight = _side(C, match, count, offs, N, unit, of_columns, stride, TILE_M)
         loss += col_loss
         weight += col_weight
     else:
@@ -256,17 +271,19 @@ def pair_statistics(
     pairs: PairVectors,
     *,
     columns: bool,
+    count: Tensor | None = None,  # (N,)
 ) -> Tensor:  # (programs,) float64
     """Returns partial sums of the cross-entropies of the pairs (i, i) in row i, and with `columns` also in column i.
 
-    Writes the weights of the rows and columns to `pairs`. `tile` is the tile of the gradient-strip kernel.
+    Writes the weights of the rows and columns to `pairs`. `tile` is the tile of the gradient-strip kernel. If `count` is given,
+    the products of the pairs are means over this many positives, and a row without positives has no loss.
     """
     size = max(tile.rows, tile.columns)
     losses = torch.empty(plan.tiles(block.N, size), dtype=torch.float64, device=block.x.device)
     launch(
         _pair_statistics_kernel,
         (len(losses),),
-        (block.scale, operands.shift, pairs.buffer, losses),
+        (block.scale, operands.shift, pairs.buffer, losses, count),
         (block.N, pairs.buffer.shape[1], pairs.matches.unit),
         COLUMNS=columns,
         EXACT=block.precision in (FLOAT32, TF32),

@@ -9,14 +9,16 @@ This module supports one process outside of `torch.compile` and `torch.func`. `d
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megabatch.dispatch import Execution
 from megabatch.operators.autograd import scale_gradients, use_device_of
-from megabatch.tiles.block import Block, Needs
+from megabatch.tiles.block import Block, Needs, by_matmul_setting, round_to_precision
+from megabatch.tiles.symmetric import SameId
 
 
 def cross_entropy_loss(
@@ -52,6 +54,23 @@ def nt_xent_loss(
     own = torch.arange(2 * len(z1), device=z1.device)  # a view is not compared with itself
     ids, divisor = (own, own.roll(len(z1))), 2 * (len(z1) if mean else 1)
     return _compute_cross_entropy(torch.cat((z1, z2)), torch.cat((z2, z1)), scale, ids, run, columns=False, divisor=divisor)
+
+
+def sup_con_loss(
+    z: Tensor,  # (N, D)
+    labels: Tensor,  # (N,)
+    scale: Tensor,  # ()
+    run: Execution,
+    *,
+    mean: bool,
+) -> Tensor:  # ()
+    """Returns the sum, or with `mean` the mean, of the losses of all rows i that share their label.
+
+    The loss of row i is the mean of −log softmax(s)_ij over the other rows j with its label. A row is not compared with itself.
+    """
+    with use_device_of(z):
+        loss: Tensor = _Labels.apply(z, scale, labels, run.precision, mean, torch.is_grad_enabled())
+    return loss
 
 
 def sigmoid_loss(
@@ -130,6 +149,78 @@ class _CrossEntropy(torch.autograd.Function):
         return *_scale_gradients(inputs, ctx.needs_input_grad, dloss, dx, dy, numbers), *(None,) * 6
 
 
+class _Labels(torch.autograd.Function):
+    """The rows are compared with each other. In place of a matching row, each row has the mean of its positives."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, scale: Tensor, labels: Tensor, precision: str, mean: bool, learns: bool) -> Tensor:
+        from megabatch.kernels.gradient import SOFTMAX_KINDS, GradientSums, StripTask, strip_tile, sum_gradients
+        from megabatch.kernels.logsumexp import write_sums
+        from megabatch.kernels.operands import exponent_operands
+        from megabatch.kernels.pairs import MatchGradients, PairVectors, finish_pairs, pair_statistics
+
+        positives = Positives.of(round_to_precision(z, by_matmul_setting(precision, z.device.type)), labels)
+        ids = {"row_ids": positives.sole, "col_ids": positives.sole}
+        block = Block.of(z, z, scale, precision, **ids, positives_within=True)
+        needs_z, needs_scale = ctx.needs_input_grad[:2] if learns else (False, False)
+        pairs, count = PairVectors.empty(block), positives.number
+        pairs.matches.products[: len(z)] = positives.products
+        operands, tile = exponent_operands(block), strip_tile(block)
+        write_sums(operands, block, pairs.row, None)
+        losses = pair_statistics(operands, block, tile, pairs, columns=False, count=count)
+        sums, needs = GradientSums(None, None, None), Needs(needs_z, False, needs_scale)
+        matches = pairs.matches
+        if needs_z or needs_scale:
+            task = StripTask(operands, block, tile, SOFTMAX_KINDS, pairs.weights)
+            sums = sum_gradients(task, Needs(needs_z, needs_z, needs_scale))
+            if sums.dx is not None and sums.dy is not None:  # every row is also a column
+                sums = GradientSums(sums.dx.add_(sums.dy), None, sums.dscale)
+            # z_i is in the mean of its own positives, and in the means of its positives. Each product is in two rows of dz.
+            own = matches.dmatch[: len(z)]
+            dmatch = own + torch.where(count == 1, own[positives.partner], own)
+            matches = MatchGradients(0.5 * matches.products, dmatch, matches.unit)
+        loss, dz, _, numbers = finish_pairs(replace(operands, y=positives.mean), block, sums, needs, matches, losses, 1)
+        weight = 1 / (count > 0).sum().clamp_min(1) if mean else torch.ones_like(loss)
+        if needs_z or needs_scale:
+            ctx.save_for_backward(z, scale, dz, numbers, weight)
+        return loss * weight
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
+        z, scale, dz, numbers, weight = ctx.saved_tensors
+        needs_z, needs_scale, *_ = ctx.needs_input_grad
+        inputs, needs = (z, None, scale), (needs_z, False, needs_scale)
+        dz, _, dscale = _scale_gradients(inputs, needs, dloss * weight, dz, None, numbers)
+        return dz, dscale, *(None,) * 4
+
+
+class Positives(NamedTuple):
+    """The positives of each row, which are the other rows with its label."""
+
+    mean: Tensor  # (N, D) float32
+    products: Tensor  # (N,) float64: the mean dot product of the row and its positives, 0 for a row without positives
+    number: Tensor  # (N,) of positives
+    partner: Tensor  # (N,) the positive of a row with exactly one, and the row itself for other rows
+    sole: Tensor  # (N,) ids that are equal only for two rows that are each other's only positive
+
+    @classmethod
+    def of(cls, values: Tensor, labels: Tensor) -> "Positives":
+        """Returns the positives of the rows of `values`, (N, D)."""
+        labels, index = labels.long().contiguous(), torch.arange(len(values), device=values.device)
+        same = SameId(labels, labels)
+        count = same.count - 1
+        partner = torch.where(count == 1, same.integer_sums(index) - index, index)
+        divisor = count.clamp_min(1)[:, None]
+        mean = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+        products = torch.zeros(len(values), dtype=torch.float64, device=values.device)
+        for part, sums in same.sums(values):
+            own = values[:, part].double()
+            of_others = (sums - own) / divisor
+            products += (own * of_others).sum(1)
+            mean[:, part] = of_others
+        return cls(mean, products, count, partner, torch.minimum(index, partner))
+
+
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -175,7 +266,7 @@ _NOTHING = Needs(False, False, False)
 
 
 def _scale_gradients(
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
     needs: Sequence[bool],
     dloss: Tensor,  # ()
     dx: Tensor | None,  # (N, D)
