@@ -255,6 +255,11 @@ class Table(Dataset):
         file = self._file(value)
         return file.address if isinstance(file, Url) else str(file)
 
+    def key(self, index: int, side: int) -> str:
+        """Returns the text, the path or URL of the image, or the digest of an image inside the table."""
+        value = (self._first, self._second)[side][self.check(index)]
+        return value if side == 1 or self.sides[0] == TEXT or value in self._embedded else str(self.place(index))
+
     def _file(self, name: str) -> Place:
         return place(name) if is_url(name) else self.root / name
 

@@ -272,7 +272,7 @@ class StoredEmbeddings:
     ) -> None:
         tower = pair.towers[side]
         self._paths = [
-            folder / f"{_fingerprint(tower.module, dataset)}_{start:010d}.pt" for start in range(0, len(dataset), ROWS)
+            folder / f"{_fingerprint(pair, side, dataset)}_{start:010d}.pt" for start in range(0, len(dataset), ROWS)
         ]
         for number, path in enumerate(self._paths):
             if number % world.size == world.rank and not _is_readable(path):
@@ -298,9 +298,11 @@ class StoredEmbeddings:
         return result
 
 
-def _fingerprint(module: nn.Module, dataset: Dataset) -> str:
-    """Returns a checksum of the number of samples, the frozen weights and the buffers."""
-    value = zlib.crc32(f"{len(dataset)}".encode())
+def _fingerprint(pair: Pair, side: int, dataset: Dataset) -> str:
+    """Returns a checksum of the samples (without the contents of images), the options, the frozen weights and the buffers."""
+    value, module = checksum([side, dict(sorted(pair.options.items()))]), pair.towers[side].module
+    for index in range(len(dataset)):
+        value = zlib.crc32(f"{dataset.key(index, side)}\0".encode("utf-8", "surrogatepass"), value)
     frozen_weights = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
     for name, tensor in (*frozen_weights, *module.named_buffers()):
         full = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
