@@ -214,6 +214,17 @@ def test_reader_processes_fetch_each_block_once(server, monkeypatch):
     assert len(server.requests) == 2 * count
 
 
+def test_temporary_files_of_killed_processes_are_removed_from_the_cache(tmp_path):
+    digits = "0123456789abcdef" * 2
+    left, young, other = (tmp_path / name for name in (f".a.bin-{digits}", f".b.pt-{digits}", f".notes.txt-{digits}"))
+    for path in (left, young, other):
+        path.write_text("left")
+    for path in (left, other):
+        os.utime(path, (0, 0))
+    assert paths.load_or_make(tmp_path / "c.pt", lambda: [3]) == [3]
+    assert sorted(tmp_path.iterdir()) == sorted([young, other, tmp_path / "c.pt"])  # the young one may not be locked yet
+
+
 def test_a_piece_that_is_cut_off_is_fetched_again(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGABATCH_CACHE", str(tmp_path))
     (tmp_path / "remote").mkdir()

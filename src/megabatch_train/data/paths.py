@@ -46,9 +46,16 @@ def load_or_make(path: Path, make: Callable[[], Any]) -> Any:
             return torch.load(path, weights_only=True, mmap=True)
         except Exception:  # the file is truncated or has another format, so it is written again
             path.unlink(missing_ok=True)
+    _remove_leftovers(path.parent)
     value = make()
     file_io.write(path, lambda file: torch.save(value, file))
     return value
+
+
+@functools.cache
+def _remove_leftovers(folder: Path) -> None:
+    """Removes the temporary files of killed processes from a folder of the cache, once per process."""
+    file_io.remove_leftovers(folder, lambda name: name.endswith((".pt", ".bin")), age=UNLOCKED)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -62,6 +69,7 @@ def load_or_make(path: Path, make: Callable[[], Any]) -> Any:
 DEFAULT_GIB = 64.0  # upper limit; half of the free disk space is another limit
 KEPT = 0.9  # fraction of the limit that remains after pieces are deleted
 RECENT = 60  # seconds after which a use of a piece is recorded again
+UNLOCKED = 60  # seconds after which an unlocked temporary file of the cache is treated as abandoned
 ABANDONED = 3600  # seconds after which an unfinished file is treated as abandoned
 END = b"\nthis is the end\n"  # end of each piece; it is missing if the machine stopped before the file was on the disk
 LOCKS = 64  # number of lock files for fetching; several pieces share a lock file
