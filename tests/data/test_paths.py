@@ -48,6 +48,20 @@ def test_any_part_of_a_file_is_what_the_file_has_there(server):
     assert (str(url), url.name, url.suffix) == (f"{server.address}/x.bin", "x.bin", ".bin")  # no token in messages
 
 
+def test_only_the_user_can_read_cached_files(server, tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = arrow.table({"image": [{"bytes": bytes(20), "path": "a.png"}], "text": ["a"]})
+    parquet.write_table(rows, server.folder / "t.parquet")
+    address = server.address.replace("://", "://me:secret@")
+    assert len(Table(f"{address}/t.parquet")) == 1
+    Url(f"{address}/x.bin").read_bytes()
+    for folder in (tmp_path / "cache" / "remote", tmp_path / "cache" / "images"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+        files = [path for path in folder.iterdir() if path.stat().st_size > 10]  # all but locks and the total size
+        assert len(files) >= 2
+        assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
 def test_a_file_that_changes_is_not_mixed_with_what_is_cached_of_it(server):
     address = f"{server.address}/x.bin"
     assert Url(address).read(0, 5000) == CONTENT[:5000]
