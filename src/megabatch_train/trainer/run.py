@@ -266,6 +266,7 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> tuple[P
         raise FileNotFoundError(f"{folder} has no model.safetensors and no intact checkpoint: the run has saved nothing yet")
     path, manifest = newest
     config = settings.build(TrainConfig, anchor_paths(manifest["config"], manifest.get("directory")))
+    config = replace(config, model=models.find_bases(config.model, path.parent, manifest.get("bases", {})))
     family, _, name = config.model.partition(":")
     model = f"{family}:{split_name(name)[0]}" if family == "open_clip" else config.model  # the checkpoint has the weights
     options = {**config.model_options, **manifest.get("text_options", {})}  # options of the run override the model's files

@@ -19,7 +19,7 @@ from megabatch_train.data.dataset import Dataset
 from megabatch_train.evaluation.evaluate import HEADLINES, RECALLS
 from megabatch_train.names import redact
 from megabatch_train.towers import models
-from megabatch_train.towers.models import text_options
+from megabatch_train.towers.models import list_bases, text_options
 from megabatch_train.towers.tower import set_checkpointing
 from megabatch_train.trainer import checkpoints
 from megabatch_train.trainer import run as runs
@@ -403,6 +403,7 @@ class Storage:
             "config": redact(settings.table(self._config)),
             "text_options": text_options(self._trained.pair),
             "directory": os.getcwd(),  # relative paths in the settings are relative to it
+            "bases": list_bases(self._config.model, self._checkpoints.folder),
         }
         self._last_time = time.monotonic()
         self.complete_pending(wait=True)
