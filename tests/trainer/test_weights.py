@@ -52,6 +52,29 @@ def test_a_checkpoint_keeps_the_options_of_texts(tmp_path, monkeypatch):
     assert {key: value for key, value in seen.items() if key != "lora"} == {"document_prompt": "a "}
 
 
+class Pictures(runs.Numbers):
+    """Gray images and their numbers."""
+
+    def read(self, index, side):
+        return str(index) if side else torch.full((3, 32, 32), index, dtype=torch.uint8)
+
+
+def test_a_checkpoint_of_open_clip_is_not_said_to_have_random_weights(tmp_path, caplog):
+    pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
+    image = {"image_size": 32, "patch_size": 16, "width": 16, "layers": 1, "head_width": 8}
+    text = {"context_length": 12, "vocab_size": 49408, "width": 16, "layers": 1, "heads": 2}
+    (tmp_path / "tiny.json").write_text(json.dumps({"embed_dim": 8, "vision_cfg": image, "text_cfg": text}))
+    spec, warning = f"open_clip:{tmp_path / 'tiny.json'}", "No pretrained weights loaded"
+    pair = towers.load(spec)
+    assert warning in caplog.text
+    runs.trainer(tmp_path / "run", {"model": spec, "steps": 1, "batch_size": 4}, pair=pair, data=Pictures()).fit()
+    caplog.clear()
+    load_checkpoint(tmp_path / "run")
+    assert warning not in caplog.text
+    towers.load(spec)
+    assert warning in caplog.text
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_checkpoint_of_a_moved_project_finds_its_base_model(tmp_path, monkeypatch, rank):
     transformers = pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')

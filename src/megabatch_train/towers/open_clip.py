@@ -259,13 +259,16 @@ def _tokenizer_options(config: ModelConfig) -> dict[str, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hides open_clip's warning that it loads no weights."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    """Hides open_clip's warning that the model has random weights, because other weights follow. Other warnings are shown."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("No pretrained weights loaded")
+
+    logging.root.addFilter(is_shown)  # open_clip calls `logging.warning`
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.root.removeFilter(is_shown)
 
 
 def _prompts_of(weights: str) -> dict[str, str]:
