@@ -3,6 +3,8 @@
 import fcntl
 import os
 import re
+import stat
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,17 +38,26 @@ def write(path: Path, save: Callable[[Any], Any], *, durable: bool = True, priva
         raise
 
 
-def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> None:
+def remove_leftovers(folder: Path, is_ours: Callable[[str], bool], *, age: float = 0.0) -> None:
     """Removes the temporary files of writers that were killed.
 
     Args:
         folder: only files directly in it are removed.
         is_ours: whether `write` may have been called for a file of this name.
+        age: seconds since the last change of a file. If several processes write to the folder, a positive age protects files
+            that another process has just opened and not locked yet.
     """
     for path in folder.glob(".*-*"):
         match = _TEMPORARY.fullmatch(path.name)
-        if match and is_ours(match[1]) and path.is_file() and not path.is_symlink() and not _is_being_written(path):
+        if match and is_ours(match[1]) and _is_old_file(path, age) and not _is_being_written(path):
             path.unlink(missing_ok=True)
+
+
+def _is_old_file(path: Path, age: float) -> bool:
+    with suppress(FileNotFoundError):
+        status = path.lstat()
+        return stat.S_ISREG(status.st_mode) and time.time() - status.st_mtime >= age
+    return False
 
 
 def _is_being_written(path: Path) -> bool:

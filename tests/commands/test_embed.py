@@ -162,6 +162,18 @@ def test_only_files_of_an_earlier_embed_are_replaced(place, tmp_path, ending):
         call("embed", place / "run", "--data", place / "pairs.csv", "--output", tmp_path / f"folder{ending}")
 
 
+@pytest.mark.parametrize(("command", "ending"), [("embed", ".npy"), ("embed", ".parquet"), ("mine", ".parquet")])
+def test_temporary_files_of_a_killed_command_are_removed(place, tmp_path, command, ending):
+    pytest.importorskip("pyarrow", reason='pip install "megabatch[train]"')
+    output, digits = tmp_path / f"x{ending}", "0123456789abcdef" * 2
+    names = ["x.npy", "x.json", "x.jsonl"] if ending == ".npy" else ["x.parquet"]
+    others = [f".y{ending}-{digits}", f".x{ending}-1"]
+    for name in (*(f".{name}-{digits}" for name in names), *others):
+        (tmp_path / name).write_text("left")
+    call(command, place / "run", "--data", place / "pairs.csv", "--output", output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, *others])
+
+
 def test_a_missing_package_is_named_before_the_work_begins(place, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "megabatch\[train\]"'):

@@ -238,6 +238,22 @@ def test_datasets_that_cannot_be_read_say_why(tmp_path):
         data.load("datasets:photos", encoding="utf-8")
 
 
+def test_code_of_a_dataset_does_not_run(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="the library of Hugging Face datasets")
+    monkeypatch.setattr("datasets.config.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "evil.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    with pytest.raises(ValueError, match=r"the library datasets cannot load .*/evil: "):
+        data.load(f"datasets:{tmp_path / 'evil'}")
+    assert not (tmp_path / "ran").exists()
+    monkeypatch.setattr(datasets, "__version__", "3.6.0")  # asks in the terminal whether it may run the code
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    with pytest.raises(
+        ImportError, match=r"needs datasets 4 or later, which runs no code of a dataset, got 3\.6\.0; pip install"
+    ):
+        data.load(f"datasets:{tmp_path / 'evil'}")
+
+
 @pytest.mark.thorough
 def test_a_missing_class_of_a_dataset_is_no_text(tmp_path):
     datasets = pytest.importorskip("datasets", reason="the library of Hugging Face datasets")

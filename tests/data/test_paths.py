@@ -48,6 +48,20 @@ def test_any_part_of_a_file_is_what_the_file_has_there(server):
     assert (str(url), url.name, url.suffix) == (f"{server.address}/x.bin", "x.bin", ".bin")  # no token in messages
 
 
+def test_only_the_user_can_read_cached_files(server, tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = arrow.table({"image": [{"bytes": bytes(20), "path": "a.png"}], "text": ["a"]})
+    parquet.write_table(rows, server.folder / "t.parquet")
+    address = server.address.replace("://", "://me:secret@")
+    assert len(Table(f"{address}/t.parquet")) == 1
+    Url(f"{address}/x.bin").read_bytes()
+    for folder in (tmp_path / "cache" / "remote", tmp_path / "cache" / "images"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+        files = [path for path in folder.iterdir() if path.stat().st_size > 10]  # all but locks and the total size
+        assert len(files) >= 2
+        assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
 def test_a_file_that_changes_is_not_mixed_with_what_is_cached_of_it(server):
     address = f"{server.address}/x.bin"
     assert Url(address).read(0, 5000) == CONTENT[:5000]
@@ -212,6 +226,17 @@ def test_reader_processes_fetch_each_block_once(server, monkeypatch):
         found = [readers.submit(shards.read, index, 1) for index in range(40)]
         assert [future.result() for future in found] == list(map(str, range(40)))
     assert len(server.requests) == 2 * count
+
+
+def test_temporary_files_of_killed_processes_are_removed_from_the_cache(tmp_path):
+    digits = "0123456789abcdef" * 2
+    left, young, other = (tmp_path / name for name in (f".a.bin-{digits}", f".b.pt-{digits}", f".notes.txt-{digits}"))
+    for path in (left, young, other):
+        path.write_text("left")
+    for path in (left, other):
+        os.utime(path, (0, 0))
+    assert paths.load_or_make(tmp_path / "c.pt", lambda: [3]) == [3]
+    assert sorted(tmp_path.iterdir()) == sorted([young, other, tmp_path / "c.pt"])  # the young one may not be locked yet
 
 
 def test_a_piece_that_is_cut_off_is_fetched_again(tmp_path, monkeypatch):

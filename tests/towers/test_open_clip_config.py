@@ -12,6 +12,7 @@ from megabatch_train import settings, towers
 from megabatch_train.commands.train import _store_model_config
 from megabatch_train.evaluation import encode
 from megabatch_train.export import export
+from megabatch_train.planning import models as planning
 from megabatch_train.towers.models import WEIGHTS
 from megabatch_train.towers.open_clip import CONFIG, find_architecture, read_config, split_name
 from megabatch_train.towers.tower import allow_remote_code
@@ -162,6 +163,25 @@ def test_kernels_of_a_repository_need_a_flag(tmp_path, config):
     for spec in (f"hf:{tmp_path}", f"hf-config:{tmp_path}"):
         with pytest.raises(ValueError, match=r"names the kernels of 'evil/kernels.*--trust-remote-code downloads and runs"):
             towers.load(spec, ("text", "text"))
+
+
+def test_kernels_of_a_text_tower_need_a_flag(run, tmp_path):
+    pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
+    (tmp_path / "bert").mkdir()
+    bert = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 1, "attn_implementation": "evil/kernels"}
+    (tmp_path / "bert" / "config.json").write_text(json.dumps(bert))
+    text = {"hf_model_name": str(tmp_path / "bert"), "hf_tokenizer_name": "", "hf_proj_type": "linear"}
+    wrong = {**TINY, "text_cfg": text}
+    (tmp_path / "wrong.json").write_text(json.dumps(wrong))
+    (run[0] / CONFIG).write_text(json.dumps({"model_cfg": wrong}))
+    loads = [
+        lambda: towers.load(f"open_clip:{tmp_path / 'wrong.json'}"),
+        lambda: towers.load_saved(run[0]),
+        lambda: planning.model(f"open_clip:{tmp_path / 'wrong.json'}"),
+    ]
+    for load in loads:
+        with pytest.raises(ValueError, match=r"names the kernels of 'evil/kernels'.*--trust-remote-code downloads and runs"):
+            load()
 
 
 def test_code_of_a_transformers_folder_needs_a_flag(tmp_path, monkeypatch):

@@ -106,11 +106,42 @@ def test_old_checkpoints_stay_if_the_model_would_not_fit_without_them(tmp_path, 
         (folder / "state.pt").write_bytes(bytes(100))
         checkpoint.finish(folder, tmp_path / f"step_{step:08d}", {})
     monkeypatch.setattr(made, "_free", lambda: 0)
-    assert not made.make_space(10**6)
+    for complete in (False, True):
+        assert not made.make_space(10**6, complete=complete)
     assert len(list_checkpoints(tmp_path)) == 3
-    assert made.make_space(100)  # no space is seen to become free, so all but the newest are deleted
+    assert made.make_space(100, complete=False)  # no space is seen to become free, so all but the newest are deleted
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000003"]
-    assert not made.make_space(0)  # the newest is not deleted
+    assert not made.make_space(100, complete=False)  # the newest is not deleted
+    assert made.make_space(100, complete=True)
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_the_model_of_a_complete_run_is_worth_more_than_the_last_checkpoint(tmp_path, caplog, monkeypatch):
+    save, write = towers.save, Files.write
+
+    def is_full():
+        """The disk has space for one checkpoint or for the model."""
+        return any((tmp_path / "checkpoints").glob("step_*")) or (tmp_path / "model.safetensors").exists()
+
+    def bounded_save(pair, folder, *, step):
+        if is_full():
+            raise OSError(28, "No space left on device")
+        return save(pair, folder, step=step)
+
+    def bounded_write(files, folder):
+        if is_full():
+            raise OSError(28, "No space left on device")
+        write(files, folder)
+
+    monkeypatch.setattr("megabatch_train.towers.save", bounded_save)
+    monkeypatch.setattr(Files, "write", bounded_write)
+    monkeypatch.setattr(Checkpoints, "_free", lambda checkpoints: 0)
+    with pytest.raises(CheckpointError, match=r"a checkpoint could not be written in .*: the disk is full"):
+        runs.trainer(tmp_path, {"steps": 3, "checkpoint": {"every": 2}}).fit()
+    assert models.read_step(tmp_path) == 3
+    assert list_checkpoints(tmp_path / "checkpoints") == []
+    folder = tmp_path / "checkpoints" / "step_00000002"
+    assert f"the last checkpoint, which a complete run does not need, {folder}, is deleted" in caplog.text
 
 
 def test_temporary_files_of_a_killed_run_are_removed_at_the_next_start(tmp_path):

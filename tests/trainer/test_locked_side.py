@@ -1,12 +1,18 @@
 """LiT: a frozen side that is encoded once, or every time, trains the other side alike."""
 
 import dataclasses
+import io
+import json
+import tarfile
 
 import pytest
 import torch
 
 import runs
 from megabatch_train import towers
+from megabatch_train.data.dataset import Part
+from megabatch_train.data.shards import Shards
+from megabatch_train.data.tables import Table
 from megabatch_train.trainer import build, loss
 
 LIT = {"freeze": "first", "augment": False}
@@ -62,6 +68,66 @@ def test_kept_embeddings_know_what_could_not_be_read(tmp_path):
     assert set(data.failures) == {2, 9, 31}
     for name, value in runs.weights(wanted).items():
         torch.testing.assert_close(runs.weights(made)[name], value, rtol=1e-10, atol=1e-10)
+
+
+class Named(runs.Numbers):
+    """Samples whose names and values depend on a folder."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def read(self, index, side):
+        sample = super().read(index, side)
+        return sample + 1 if self.folder == "b" else sample
+
+    def name(self, index):
+        return f"{self.folder}/{index}"
+
+
+def test_kept_embeddings_belong_to_their_samples(tmp_path):
+    changes = {**LIT, "steps": 2, "checkpoint": {"every": 100}}
+    wanted = runs.weights(trained(tmp_path / "alone", changes, data=Named("b")))
+    trained(tmp_path / "both", changes, data=Named("a"))
+    made = trained(tmp_path / "both", changes, data=Named("b"))
+    assert runs.same_bits(runs.weights(made), wanted) == []
+    assert len(list((tmp_path / "both" / "frozen").iterdir())) == 2
+
+
+def fingerprints(pair, *datasets, side=1):
+    return {loss._fingerprint(pair, side, dataset) for dataset in datasets}
+
+
+def test_the_fingerprint_of_data_contains_texts_paths_and_options(tmp_path):
+    def table(name, rows):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return Table(tmp_path / name / "t.jsonl")
+
+    rows = [{"image": f"{i}.png", "text": f"text {i}"} for i in range(4)]
+    one, other = table("one", rows), table("other", [*rows[:3], {**rows[3], "text": "text 4"}])
+    pair = runs.tiny()
+    assert len(fingerprints(pair, one, other, side=0)) == 2  # the same names in other folders
+    assert len(fingerprints(pair, one, other, side=1)) == 2
+    assert len(fingerprints(pair, one, one.part(range(4)), Part(one, range(4)))) == 1
+    assert len(fingerprints(pair, Part(one, [0, 1]), Part(one, [1, 2]), Part(one, [0, 1]))) == 2
+    assert fingerprints(dataclasses.replace(pair, options={"document_prompt": "a "}), one) != fingerprints(pair, one)
+
+
+def test_the_fingerprint_of_shards_reads_no_sample(tmp_path, monkeypatch):
+    found = []
+    for name, caption in (("one", "a dog"), ("other", "a cat!")):
+        (tmp_path / name).mkdir()
+        with tarfile.open(tmp_path / name / "0.tar", "w") as archive:
+            for member, data in (("k.jpg", b"1"), ("k.txt", caption.encode())):
+                about = tarfile.TarInfo(member)
+                about.size = len(data)
+                archive.addfile(about, io.BytesIO(data))
+        shards = Shards([tmp_path / name / "0.tar"], cache_folder=tmp_path / "cache")
+        monkeypatch.setattr(shards, "read_stored", None)
+        found.append(shards.key(0, 1))
+        assert len(fingerprints(runs.tiny(), shards)) == 1
+    assert found[0] != found[1]
 
 
 def test_two_ranks_share_the_encoding(pool, tmp_path):

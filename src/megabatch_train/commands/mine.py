@@ -118,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
         inputs = model.choose(args, world.device, training=True)
         inputs.check_kinds([0, 1])
         inputs.keep_data([output])
+        file_io.remove_leftovers(output.parent, output.name.__eq__)  # of a killed command
         written, missing = Mine(inputs, output, args).write(choice, world.device)
     tell(
         f"wrote {written:,} pairs with their negatives to {output}"

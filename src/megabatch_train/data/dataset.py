@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -210,6 +211,13 @@ class Dataset(ABC):
         """Returns the path or URL of the image of a sample; None if the image is not a separate file."""
         return None
 
+    def key(self, index: int, side: int) -> str:
+        """Returns a text that identifies one side of a sample: the text, or the path, the URL or the name of the image."""
+        if self.sides[side] == TEXT:
+            with suppress(UnreadableSampleError):
+                return str(self.read(index, side))
+        return self.place(index) or self.name(index)
+
     def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) or (n, 2) int64
         """Returns an id per sample. Samples with equal ids are not each other's negatives. None means that all ids differ.
 
@@ -304,6 +312,11 @@ class Wrapper(Dataset):
         """Returns the path or URL that its dataset has for the image of a sample."""
         dataset, own = self.find(index)
         return dataset.place(own)
+
+    def key(self, index: int, side: int) -> str:
+        """Returns the key of a sample in its dataset."""
+        dataset, own = self.find(index)
+        return dataset.key(own, side)
 
 
 class Part(Wrapper):

@@ -39,16 +39,26 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megabatch"
 
 
-def load_or_make(path: Path, make: Callable[[], Any]) -> Any:
-    """Returns the contents of a file, memory-mapped. If it is missing or unreadable, the result of `make` is written."""
+def load_or_make(path: Path, make: Callable[[], Any], *, private: bool = False) -> Any:
+    """Returns the contents of a file, memory-mapped. If it is missing or unreadable, the result of `make` is written.
+
+    Only the user can read a `private` file.
+    """
     if path.exists():
         try:
             return torch.load(path, weights_only=True, mmap=True)
         except Exception:  # the file is truncated or has another format, so it is written again
             path.unlink(missing_ok=True)
+    _remove_leftovers(path.parent)
     value = make()
-    file_io.write(path, lambda file: torch.save(value, file))
+    file_io.write(path, lambda file: torch.save(value, file), private=private)
     return value
+
+
+@functools.cache
+def _remove_leftovers(folder: Path) -> None:
+    """Removes the temporary files of killed processes from a folder of the cache, once per process."""
+    file_io.remove_leftovers(folder, lambda name: name.endswith((".pt", ".bin")), age=UNLOCKED)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -56,12 +66,14 @@ def load_or_make(path: Path, make: Callable[[], Any]) -> Any:
 #
 # Each piece is one file. It is written under another name and then renamed, so a process never reads an incomplete piece.
 # The least recently used piece is deleted first. A process that has opened a deleted piece can still read it, and other
-# processes fetch the piece again. If several processes need the same piece, one process fetches it and the others wait. The
-# total size can exceed the limit by the pieces that are being written, one for each process.
+# processes fetch the piece again. If several processes need the same piece, one process fetches it and the others wait. Only
+# the user can read the pieces, because their URLs can contain a password. The total size can exceed the limit by the
+# pieces that are being written, one for each process.
 
 DEFAULT_GIB = 64.0  # upper limit; half of the free disk space is another limit
 KEPT = 0.9  # fraction of the limit that remains after pieces are deleted
 RECENT = 60  # seconds after which a use of a piece is recorded again
+UNLOCKED = 60  # seconds after which an unlocked temporary file of the cache is treated as abandoned
 ABANDONED = 3600  # seconds after which an unfinished file is treated as abandoned
 END = b"\nthis is the end\n"  # end of each piece; it is missing if the machine stopped before the file was on the disk
 LOCKS = 64  # number of lock files for fetching; several pieces share a lock file
@@ -78,6 +90,7 @@ def part(name: str, start: int, size: int | None, fetch: Callable[[], bytes]) ->
         return stored
     with ExitStack() as held:
         try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             held.enter_context(file_io.hold_lock(file.parent / f"lock-{zlib.crc32(name.encode()) % LOCKS}"))
         except OSError as error:
             _warn(file.parent, error)
@@ -122,7 +135,7 @@ def _store(place: Path, data: bytes) -> None:
             total = _shrink(place.parent, int(KEPT * most) - size)
         os.truncate(number, 0)
         os.pwrite(number, str(total + size).encode(), 0)
-    file_io.write(place, lambda file: file.write(data + END), durable=False)
+    file_io.write(place, lambda file: file.write(data + END), durable=False, private=True)
 
 
 def _limit(folder: Path, total: int) -> int:

@@ -57,10 +57,11 @@ def copy_images(key: str, column: str, table: str, values: Callable[[], Iterable
     folder = paths.folder() / "images"
     key = hashlib.blake2b(f"{key} {column} {_FORMAT}".encode(), digest_size=16).hexdigest()
     index, file = folder / f"{key}.pt", folder / f"{key}.bin"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the URL of the table can contain a password
     with file_io.hold_lock(folder / f"{key}.lock"):  # other ranks wait for the rank that copies
         if not file.exists():
             index.unlink(missing_ok=True)
-        stored = paths.load_or_make(index, lambda: _copy(values(), file, f"{table}, column {column}"))
+        stored = paths.load_or_make(index, lambda: _copy(values(), file, f"{table}, column {column}"), private=True)
     places, digests = stored["places"].tolist(), stored["digests"]
     names, ends = bytes(stored["names"].tolist()), stored["ends"].tolist()
     for row, (offset, size) in enumerate(places):
@@ -94,7 +95,7 @@ def _copy(values: Iterable[Any], file: Path, what: str) -> dict[str, Any]:
             digests.append(digest)
             names.append(name.encode("utf-8", "surrogatepass") if isinstance(name, str) else b"")
 
-    file_io.write(file, save)
+    file_io.write(file, save, private=True)
     return {
         "places": torch.tensor(places, dtype=torch.int64).view(-1, 2),
         "digests": torch.frombuffer(bytearray(b"".join(digests) or bytes(16)), dtype=torch.uint8).view(-1, 16),

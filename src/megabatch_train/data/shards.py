@@ -103,6 +103,11 @@ class Shards(Dataset):
         """Returns the name of the shard and the key of the sample."""
         return self._name(*self._find(index))
 
+    def key(self, index: int, side: int) -> str:
+        """Returns the name of a sample with the offset and size of one side, because reading all texts takes long."""
+        shard, row = self._find(index)
+        return f"{self._name(shard, row)} {self._tables[shard]['places'][row, side].tolist()}"
+
     def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) int64
         """Returns ids of the captions if `caption_ids` is true."""
         if not self._caption_ids:

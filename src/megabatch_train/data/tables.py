@@ -255,6 +255,11 @@ class Table(Dataset):
         file = self._file(value)
         return file.address if isinstance(file, Url) else str(file)
 
+    def key(self, index: int, side: int) -> str:
+        """Returns the text, the path or URL of the image, or the digest of an image inside the table."""
+        value = (self._first, self._second)[side][self.check(index)]
+        return value if side == 1 or self.sides[0] == TEXT or value in self._embedded else str(self.place(index))
+
     def _file(self, name: str) -> Place:
         return place(name) if is_url(name) else self.root / name
 
@@ -455,6 +460,7 @@ def _root(sources: Sequence[RowSource]) -> Place:
 PREFIX = "datasets:"
 ROWS_AT_ONCE = 256
 TEXTS = ("string", "large_string")  # dtypes of text features
+OLDEST_LIBRARY = 4  # major version of `datasets`
 MISSING = -1  # class of a sample without a class, in test splits
 SAVED = ("dataset_dict.json", "state.json")  # files in a folder of save_to_disk, with and without splits
 
@@ -494,7 +500,7 @@ class HubRows:
     """The rows of a Hugging Face dataset. The arguments are described at `HubDataset`."""
 
     def __init__(self, spec: str, config: str | None) -> None:
-        self._library = extras.load("datasets", purpose="Reading a Hugging Face dataset")
+        self._library = _load_library()
         self.name, _, split = spec.partition("@")
         self.folder: Place = Path(self.name)
         self._data = self._load(split, config)
@@ -505,7 +511,7 @@ class HubRows:
                 data = self._library.load_from_disk(self.name)
             else:
                 data = self._library.load_dataset(self.name, config)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, self._library.exceptions.DatasetsError) as error:
             raise ValueError(f"the library datasets cannot load {self.name}: {error}") from error
         if not isinstance(data, Mapping):
             if split:
@@ -540,6 +546,17 @@ class HubRows:
                 yield values | {
                     name: None if values[name] in (None, MISSING) else to_name(values[name]) for name, to_name in named.items()
                 }
+
+
+def _load_library() -> Any:
+    """Returns the library `datasets`. Versions before 4 ask in the terminal whether they may run the code of a dataset."""
+    library = extras.load("datasets", purpose="Reading a Hugging Face dataset")
+    if int(library.__version__.partition(".")[0]) < OLDEST_LIBRARY:
+        raise ImportError(
+            f"Reading a Hugging Face dataset needs datasets {OLDEST_LIBRARY} or later, which runs no code of a dataset, got "
+            f"{library.__version__}; {extras.install_command('datasets')} installs it"
+        )
+    return library
 
 
 def is_saved(folder: str) -> bool:

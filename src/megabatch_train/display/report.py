@@ -375,7 +375,7 @@ def _warnings(run: SavedRun) -> str:
     if not run.training:
         return plots.warning("There are no curves because the folder has no metrics.jsonl with training steps.")
     messages = (
-        [f"The loss was not finite at {len(bad_steps)} steps, first at step {bad_steps[0]}. The curve has gaps there."]
+        [f"The loss is missing or not finite at {len(bad_steps)} steps, first at step {bad_steps[0]}. The curve has gaps."]
         if bad_steps
         else []
     )

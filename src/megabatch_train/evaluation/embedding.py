@@ -429,6 +429,7 @@ def check_output(output: Path) -> None:
     if output.suffix not in FORMATS:
         raise ValueError(f"--output must end in {' or '.join(FORMATS)}, got {str(output)!r}")
     _load_writer(output)
+    file_io.remove_leftovers(output.parent, {path.name for path in targets(output)}.__contains__)  # of a killed command
     existing = [path for path in targets(output) if os.path.lexists(path)]
     if folders := [path for path in existing if path.is_dir()]:
         raise ValueError(f"--output must be a file, got {folders[0]}, which is a folder")
@@ -472,7 +473,7 @@ def continue_or_begin(work: Path, about: dict[str, Any]) -> None:
             )
         return
     work.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(about))
+    file_io.write(path, lambda file: file.write(json.dumps(about).encode()))
 
 
 def write(output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about: dict[str, Any]) -> None:

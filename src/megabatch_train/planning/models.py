@@ -242,16 +242,16 @@ def _small(image_size: int | None, length: int | None) -> tuple[ModelSide, Model
 def _open_clip(name: str, image_size: int | None, length: int | None) -> tuple[ModelSide, ModelSide]:
     from megabatch_train.towers.open_clip import Sides, find_architecture, package, quiet, split_name
 
-    architecture, _ = find_architecture(split_name(name)[0])
     options: dict[str, Any] = {"force_image_size": image_size}
     if length is not None:
         options["force_context_length"] = length
     try:
+        architecture, _ = find_architecture(split_name(name)[0])
         with quiet():
             clip = package().create_model(architecture, device="meta", pretrained_hf=False, **options)
     except OSError as error:
         raise ValueError(
-            f"the text tower of {architecture} is a transformers model whose config.json is not in the local cache of the "
+            f"the text tower of {name} is a transformers model whose config.json is not in the local cache of the "
             "Hugging Face hub. A plan downloads nothing"
         ) from error
     for name in ("logit_scale", "logit_bias"):

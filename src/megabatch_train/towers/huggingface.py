@@ -226,7 +226,7 @@ def read_configs(spec: str) -> list[Any]:
     configs = []
     for part in _parts(name):
         try:
-            _check_kernels(part, local_files_only=True)
+            check_kernels(part, local_files_only=True)
             configs.append(transformers.AutoConfig.from_pretrained(part, local_files_only=True, trust_remote_code=False))
         except OSError as error:
             raise ValueError(
@@ -388,7 +388,7 @@ def _download(name: str, lora: LoraConfig | None, sentences: SentenceModel | Non
     options: dict[str, Any] = {"trust_remote_code": allows_remote_code()}
     place = {"subfolder": sentences.subfolder} if sentences is not None and sentences.subfolder else {}
     options |= place
-    _check_kernels(name, **place)
+    check_kernels(name, **place)
     if lora is None:
         model = transformers.AutoModel.from_pretrained(name, **options).float()  # small updates need float32
     else:
@@ -417,12 +417,12 @@ def _config(folder: Path) -> Any:
     transformers = extras.load("transformers", purpose=PURPOSE)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model must be a folder with a config.json, got {str(folder)!r}")
-    _check_kernels(folder, local_files_only=True)
+    check_kernels(folder, local_files_only=True)
     allowed = allows_remote_code()
     return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=allowed)
 
 
-def _check_kernels(name: str | Path, **options: Any) -> None:
+def check_kernels(name: str | Path, **options: Any) -> None:
     """Raises if a config names the repository of a kernel, because transformers would download the kernel and run its code."""
     if allows_remote_code():
         return

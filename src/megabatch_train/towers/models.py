@@ -199,7 +199,7 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
             "logit_scale": pair.logit_scale,
             "logit_bias": pair.logit_bias,
             "layers": huggingface.layer_configs(pair.second.module),
-            "bases": _bases(pair, place),
+            "bases": list_bases(pair.name, place) if pair.base_is_elsewhere else {},
             "frozen": _dtype_of_frozen(pair),
             "lora": dataclasses.asdict(pair.lora) if pair.lora is not None and not pair.lora.merge else None,
             "step": step,
@@ -269,7 +269,7 @@ def _build(description: dict[str, Any], place: Path) -> Pair:
     if family in ("hf", "hf-config"):
         adapters = settings.build(LoraConfig, description["lora"]) if description.get("lora") else None
         if family == "hf" and adapters is not None:
-            pair = huggingface.load(_find_bases(name, place, description.get("bases", {})), adapters)
+            pair = huggingface.load(_find_moved(name, place, description.get("bases", {})), adapters)
             pair = replace(pair, options={})  # the description has the options
         else:
             sides = SIDES if "+" in name else SIDES[:1] if adapters is not None else ("",)
@@ -280,20 +280,30 @@ def _build(description: dict[str, Any], place: Path) -> Pair:
     return load(description["name"], tuple(description["kinds"]), **description["options"])
 
 
-def _bases(pair: Pair, place: Path) -> dict[str, str]:
-    """Returns the folders that adapters load base models from, as {absolute path: path relative to the saved model}."""
-    if not pair.base_is_elsewhere:
-        return {}
-    folders = [part for part in pair.name.partition(":")[2].split("+") if os.path.isabs(part)]
+def list_bases(spec: str, place: Path) -> dict[str, str]:
+    """Returns the folders in the name of a transformers model, as {path: path relative to `place`}."""
+    family, _, name = spec.partition(":")
+    folders = [part for part in name.split("+") if family in ("hf", "hf-config") and os.path.isdir(part)]
     return {part: os.path.relpath(part, place.absolute()) for part in folders}
 
 
-def _find_bases(name: str, place: Path, bases: Mapping[str, str]) -> str:
-    """Returns the base models of adapters. Their folders may have been moved together with the saved model."""
+def find_bases(spec: str, place: Path, bases: Mapping[str, str]) -> str:
+    """Returns the specification of a model whose folders may have been moved together with the folder `place`.
+
+    Args:
+        spec: the specification, with absolute paths of the folders that have not been moved.
+        place: the present folder.
+        bases: the result of `list_bases`, for the same folder before it was moved.
+    """
+    family, _, name = spec.partition(":")
+    return f"{family}:{_find_moved(name, place, bases)}" if family in ("hf", "hf-config") else spec
+
+
+def _find_moved(name: str, place: Path, bases: Mapping[str, str]) -> str:
     parts = []
     for part in name.split("+"):
-        moved = place.absolute() / str(bases.get(part, ""))
-        parts.append(os.path.normpath(moved) if part in bases and not os.path.isdir(part) and moved.is_dir() else part)
+        moved, is_here = place.absolute() / str(bases.get(part, "")), os.path.isabs(part) and os.path.isdir(part)
+        parts.append(os.path.normpath(moved) if part in bases and not is_here and moved.is_dir() else part)
     return "+".join(parts)
 
 

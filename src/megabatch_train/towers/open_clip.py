@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megabatch import extras, file_io
 from megabatch.integrations.open_clip import CausalTexts
 from megabatch_train.data.images import RandomCrop, TrainingImages, to_pillow
+from megabatch_train.towers import huggingface
 from megabatch_train.towers.tower import Pair, Tower, allows_remote_code, explain_remote_code, sample_inputs
 
 LOG = logging.getLogger("megabatch")
@@ -68,6 +69,11 @@ class ModelConfig:
     def tokenizer(self) -> str:
         """The name of the transformers tokenizer; empty for open_clip's own tokenizers."""
         return str(self.model["text_cfg"].get("hf_tokenizer_name") or "")
+
+    def check_text_model(self) -> None:
+        """Raises if the config of the transformers text tower names kernels, which transformers would download and run."""
+        if name := self.model["text_cfg"].get("hf_model_name"):
+            huggingface.check_kernels(name)
 
     def to_json(self, indent: int | None = 2) -> str:
         """Returns the text of an `open_clip_config.json`."""
@@ -143,6 +149,7 @@ def find_architecture(name: str, config: str | None = None) -> tuple[str, ModelC
     open_clip, models = package(), package().list_models()
     if name.endswith(_FILE):
         parsed = ModelConfig.parse(config or read_config(name) or "", name)
+        parsed.check_text_model()
         return parsed.register(Path(name).stem), parsed
     if config is not None:
         raise ValueError(f'model_options.config must be left out for models other than "open_clip:FILE.json", got {name!r}')
@@ -238,6 +245,7 @@ def load_folder(name: str, folder: Path) -> Pair:
     if not path.is_file():
         raise ValueError(f"{folder} must have a {CONFIG}, got none")
     config = ModelConfig.parse(path.read_text("utf-8"), str(path))
+    config.check_text_model()
     with explain_remote_code(str(folder)), quiet():
         loaded = open_clip.create_model_and_transforms(f"local-dir:{folder}", load_weights=False, pretrained_text=False)
         tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}", **_tokenizer_options(config))
@@ -251,13 +259,16 @@ def _tokenizer_options(config: ModelConfig) -> dict[str, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hides open_clip's warning that it loads no weights."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    """Hides open_clip's warning that the model has random weights, because other weights follow. Other warnings are shown."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("No pretrained weights loaded")
+
+    logging.root.addFilter(is_shown)  # open_clip calls `logging.warning`
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.root.removeFilter(is_shown)
 
 
 def _prompts_of(weights: str) -> dict[str, str]:

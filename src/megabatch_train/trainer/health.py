@@ -341,27 +341,57 @@ class UnreadableSamples:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Pairs without a negative in their batch. The model learns nothing from them, so they are counted.
+# Pairs without a negative in their batch. The model learns nothing from them, so they are counted. A batch in which no pair has
+# a negative is skipped. In a dataset with many captions per image, for example, a small batch can have captions of one image
+# only by chance. If several batches in a row are skipped, the cause is the data, so the run ends.
+
+MOST_SKIPPED = 5  # number of consecutive batches without negatives after which a run ends
 
 
 class MissingNegatives:
-    """Logs the first step that has pairs without negatives, and the number of these pairs at the end."""
+    """Counts pairs without negatives, and ends a run that has only such pairs. All ranks get the same numbers.
 
-    def __init__(self) -> None:
-        self._count = self._pairs = 0
+    Args:
+        steps: the number of steps of the run.
+    """
 
-    def add(self, step: int, count: int, pairs: int) -> None:
-        """Adds a step in which `count` of `pairs` pairs have no negative."""
-        self._pairs += pairs
-        if count and not self._count:
-            LOG.warning(
-                "step %d: %s of %s pairs have no negatives, because they share an image or a text with every other pair of the "
-                "batch. The model learns nothing from them. The log contains their total number at the end of the run",
-                *(step, f"{count:,}", f"{pairs:,}"),
+    def __init__(self, steps: int) -> None:
+        self._most = min(MOST_SKIPPED, steps)
+        self._count = self._pairs = self._skipped = 0
+        self._consecutive = 0  # number of skipped batches since the last batch that was not skipped
+
+    def add(self, step: int, count: int, pairs: int) -> list[str]:
+        """Adds a step in which `count` of `pairs` pairs have no negative. Returns new warnings."""
+        is_skipped = count == pairs > 0
+        self._consecutive = self._consecutive + 1 if is_skipped else 0
+        warnings = []
+        if is_skipped and not self._skipped:
+            warnings.append(
+                f"step {step} changes nothing, because none of its {pairs:,} pairs has a negative: all pairs of the batch "
+                "share an image or a text with one another. Further batches without negatives are skipped and counted, and the "
+                f"run ends after {self._most} consecutive ones"
             )
-        self._count += count
+        elif count and not self._count:
+            warnings.append(
+                f"step {step}: {count:,} of {pairs:,} pairs have no negatives, because they share an image or a text with "
+                "every other pair of the batch. The model learns nothing from them. The log contains their total number at "
+                "the end of the run"
+            )
+        self._pairs, self._count, self._skipped = self._pairs + pairs, self._count + count, self._skipped + is_skipped
+        return warnings
+
+    def failure(self) -> str | None:
+        """Returns the reason why the run must end, or None if it can continue."""
+        if self._consecutive < self._most:
+            return None
+        return (
+            f"the last {self._consecutive} batches had no negatives, because all pairs of a batch share an image or a text "
+            "with one another. Check --columns. If the columns are right, use a larger --batch-size, hard negatives (--loss "
+            "info_nce), or --set loss.ids=false, which makes every other pair a negative"
+        )
 
     def log_total(self) -> None:
-        """Logs how many pairs had no negatives."""
+        """Logs how many pairs had no negatives, and how many batches were skipped."""
         if self._count:
-            LOG.warning("%s of %s pairs had no negatives in their batch", f"{self._count:,}", f"{self._pairs:,}")
+            skipped = f". Skipped steps, because no pair had negatives: {self._skipped:,}" if self._skipped else ""
+            LOG.warning("%s of %s pairs had no negatives in their batch%s", f"{self._count:,}", f"{self._pairs:,}", skipped)

@@ -45,7 +45,7 @@ from megabatch_train.trainer.health import (
     UnreadableSamples,
     record_signals,
 )
-from megabatch_train.trainer.loss import LossInputs, NoNegativesError, StoredEmbeddings
+from megabatch_train.trainer.loss import LossInputs, StoredEmbeddings
 from megabatch_train.trainer.run import FROZEN, TEACHER, Observer, Observers, Run, load_newest
 from megabatch_train.trainer.step import Fit, NotFiniteError, Outcome, Step, StepInputs, choose_fit, repeat_inputs
 from megabatch_train.trainer.storage import Storage, check_best
@@ -197,7 +197,7 @@ class Trainer:
         self.run = Run(folder, config, command, self.steps)
         self._observers = Observers(observers if self.world.rank == 0 else ())
         self._unreadable = UnreadableSamples(dataset, self.order.batches_per_epoch * config.batch_size)
-        self._missing_negatives = MissingNegatives()
+        self._missing_negatives = MissingNegatives(self.steps)
         self._rate = highest_rate(config.optimizer, config.schedule, config.batch_size, self.steps)
         self._trained = build(self.config, pair, self._samples, self._encoded, self.world)
         self.objective, self.optimizer, self.average = self._trained.objective, self._trained.optimizer, self._trained.average
@@ -393,9 +393,9 @@ class Trainer:
                         inputs.stop()
                     del inputs
         except Exception as error:
-            # The checkpoint that is being written is still valid. Only all ranks together can complete it, and only the two
-            # errors below are raised on all ranks.
-            if self.world.size == 1 or isinstance(error, FloatingPointError | NoNegativesError):
+            # The checkpoint that is being written is still valid. Only all ranks together can complete it, and only the error
+            # below is raised on all ranks.
+            if self.world.size == 1 or isinstance(error, FloatingPointError):
                 self._storage.complete_pending(wait=True)
             raise
         finally:
@@ -423,9 +423,9 @@ class Trainer:
         stop_number, is_overdue = map(int, self.world.max([stop.number, self._storage.is_overdue()]))
         self._record(outcome, batch.epoch, rate, start, clock)
         self._unreadable.log_new()
-        if self.world.rank == 0:  # the outcome counts the pairs of all ranks
-            self._missing_negatives.add(self.step, outcome.without_negatives, outcome.pairs)
-        failure = self._health.failure() if self.config.collapse == "stop" else None
+        failure = None
+        if self.config.collapse == "stop":
+            failure = self._health.failure() or self._missing_negatives.failure()
         with phase("checkpoint"):
             self._storage.after_step(step.fit, now=bool(is_overdue), stopping=bool(stop_number or failure))
         if stop_number:
@@ -459,17 +459,18 @@ class Trainer:
             "seconds": self.run.seconds,
             "phases": clock.lap(),
         }
-        if outcome.pairs:
+        problems = self._missing_negatives.add(self.step, outcome.without_negatives, outcome.pairs)
+        if not outcome.is_skipped:
             record |= {"spread": outcome.statistics.spread, "advantage": numbers["scale"] * outcome.statistics.advantage}
             summary = StepSummary(outcome.loss, outcome.gradient_norm, numbers["scale"], outcome.statistics)
-            problems = self._health.check(self.step, summary)
-            if self.step == self.steps:
-                problems += self._health.conclude()
-            self.run.health = self._health.state()
-            for problem in problems if self.world.rank == 0 else ():
-                LOG.warning("%s", problem)
-            record |= {"problem": "; ".join(problems)} if problems else {}
+            problems += self._health.check(self.step, summary)
             self._losses.append(outcome.loss)
+        if self.step == self.steps:
+            problems += self._health.conclude()
+        self.run.health = self._health.state()
+        for problem in problems if self.world.rank == 0 else ():
+            LOG.warning("%s", problem)
+        record |= {"problem": "; ".join(problems)} if problems else {}
         self._observers.step(record)
 
     def _recent_loss(self) -> float | None:

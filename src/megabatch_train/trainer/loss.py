@@ -38,10 +38,6 @@ SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0  # initial values of the SigLIP paper
 WITHOUT_IDS = ("nt_xent", "sup_con")  # losses that ignore ids
 
 
-class NoNegativesError(ValueError):
-    """Raised on all ranks if no pair of a batch has a negative."""
-
-
 class LossInputs(NamedTuple):
     """Inputs of a loss on this rank, in addition to the embeddings of the pairs."""
 
@@ -205,18 +201,12 @@ class ReadablePairs:
         return self._inputs.owners is not None
 
     def __call__(self, *encoded: Tensor) -> Tensor:  # ()
-        """Returns this rank's share of the loss. If no rank has a readable pair, loss and gradients are zero.
-
-        Raises:
-            NoNegativesError: if no pair of the batch has a negative. All ranks raise it.
-        """
+        """Returns this rank's share of the loss. Loss and gradients are zero if no readable pair of any rank has a negative."""
         first, second = self._both_sides(encoded)
         usable = self._usable().to(first.device)  # (n,)
         owners = self._inputs.owners
         negative_count = 0 if owners is None else int(usable[owners.to(usable.device)].sum())
         self.pairs, tried, negative_count = map(round, self._world.sum([int(usable.sum()), len(usable), negative_count]))
-        if self.pairs == 0:
-            return sum((part.sum() for part in encoded), self._objective.log_scale.sum()) * 0
         ids = None if self._ids is None else self._ids.to(first.device)
         inputs, negatives = self._inputs.to(first.device), None
         if inputs.owners is not None:  # hard negatives come after the pairs
@@ -226,8 +216,12 @@ class ReadablePairs:
             first, second, ids = first[usable], second[usable], None if ids is None else ids[usable]
             inputs = inputs.select(usable)
         self.without_negatives = 0 if negative_count else self._count_without_negatives(ids)
-        if self.without_negatives == self.pairs == tried:
-            raise NoNegativesError(_explain_missing_negatives(tried))
+        if self.without_negatives == tried == 1:
+            raise ValueError(
+                "batch_size must be at least 2, because the negatives of a pair are the other pairs of its batch, got 1"
+            )
+        if self.without_negatives == self.pairs:
+            return sum((part.sum() for part in encoded), self._objective.log_scale.sum()) * 0
         self.statistics = pair_statistics(first, second)
         loss: Tensor = self._objective(first, second, ids, self._world, inputs, negatives)
         return loss
@@ -242,16 +236,6 @@ class ReadablePairs:
         rest = iter(encoded)
         first, second = (self._stored[side] if side in self._stored else next(rest) for side in (0, 1))
         return first, second
-
-
-def _explain_missing_negatives(pairs: int) -> str:
-    if pairs == 1:
-        return "batch_size must be at least 2, because the negatives of a pair are the other pairs of its batch, got 1"
-    return (
-        f"a batch must have negatives, got {pairs:,} pairs that all share an image or a text with one another. So no pair is a "
-        "negative of another one, and the loss is 0. Check --columns. If the columns are right, use hard negatives "
-        "(--loss info_nce), or set loss.ids=false, which makes every other pair a negative"
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -288,7 +272,7 @@ class StoredEmbeddings:
     ) -> None:
         tower = pair.towers[side]
         self._paths = [
-            folder / f"{_fingerprint(tower.module, dataset)}_{start:010d}.pt" for start in range(0, len(dataset), ROWS)
+            folder / f"{_fingerprint(pair, side, dataset)}_{start:010d}.pt" for start in range(0, len(dataset), ROWS)
         ]
         for number, path in enumerate(self._paths):
             if number % world.size == world.rank and not _is_readable(path):
@@ -314,9 +298,11 @@ class StoredEmbeddings:
         return result
 
 
-def _fingerprint(module: nn.Module, dataset: Dataset) -> str:
-    """Returns a checksum of the number of samples, the frozen weights and the buffers."""
-    value = zlib.crc32(f"{len(dataset)}".encode())
+def _fingerprint(pair: Pair, side: int, dataset: Dataset) -> str:
+    """Returns a checksum of the samples (without the contents of images), the options, the frozen weights and the buffers."""
+    value, module = checksum([side, dict(sorted(pair.options.items()))]), pair.towers[side].module
+    for index in range(len(dataset)):
+        value = zlib.crc32(f"{dataset.key(index, side)}\0".encode("utf-8", "surrogatepass"), value)
     frozen_weights = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
     for name, tensor in (*frozen_weights, *module.named_buffers()):
         full = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from megabatch_train.evaluation import results
 from megabatch_train.names import redact
 from megabatch_train.towers import models
 from megabatch_train.towers.lora import store_frozen
-from megabatch_train.towers.open_clip import split_name
+from megabatch_train.towers.open_clip import quiet, split_name
 from megabatch_train.towers.tower import SIDES, Pair
 from megabatch_train.trainer.build import AUTOCAST_TYPES, unique_modules
 from megabatch_train.trainer.checkpoints import find_newest, list_checkpoints, read_manifest, read_weights, step_of
@@ -266,10 +266,12 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> tuple[P
         raise FileNotFoundError(f"{folder} has no model.safetensors and no intact checkpoint: the run has saved nothing yet")
     path, manifest = newest
     config = settings.build(TrainConfig, anchor_paths(manifest["config"], manifest.get("directory")))
+    config = replace(config, model=models.find_bases(config.model, path.parent, manifest.get("bases", {})))
     family, _, name = config.model.partition(":")
     model = f"{family}:{split_name(name)[0]}" if family == "open_clip" else config.model  # the checkpoint has the weights
     options = {**config.model_options, **manifest.get("text_options", {})}  # options of the run override the model's files
-    pair = replace(towers.load(model, tuple(manifest["sides"]), lora=config.lora, **options), name=config.model)
+    with quiet():
+        pair = replace(towers.load(model, tuple(manifest["sides"]), lora=config.lora, **options), name=config.model)
     modules = dict(zip(SIDES, unique_modules(pair.modules), strict=False))
     model_weights, average = read_weights(path)
     state = model_weights | average  # averaged weights replace live weights, as in the saved model

@@ -317,11 +317,16 @@ class StepInputs(NamedTuple):
 class Outcome(NamedTuple):
     """The result of a step, which is the same on all ranks."""
 
-    loss: float  # NaN if no pair could be read
+    loss: float  # NaN if the step is skipped
     gradient_norm: float  # before clipping; NaN before the optimizer step
     pairs: int  # number of readable pairs
     without_negatives: int = 0  # number of readable pairs without a negative in the batch
     statistics: PairStatistics = PairStatistics()  # statistics of the embeddings
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the step changes nothing, because no pair of the batch could be read and has a negative."""
+        return self.without_negatives == self.pairs
 
 
 @dataclass
@@ -385,10 +390,11 @@ class Step:
             group["lr"] = rate
         sources = [self._source(inputs, side) for side in self._sides]
         outcome = self._retry(lambda: self._backward(batch, sources))
-        if outcome.pairs == 0:
-            LOG.warning("step %d changes nothing, because none of its pairs could be read", batch.number + 1)
+        if outcome.is_skipped:
+            if outcome.pairs == 0:
+                LOG.warning("step %d changes nothing, because none of its pairs could be read", batch.number + 1)
             self.trained.optimizer.zero_grad()
-            return Outcome(math.nan, 0.0, 0)
+            return outcome._replace(loss=math.nan, gradient_norm=0.0)
         with phase("optimizer"):
             norm = self._update(outcome.loss, batch.number + 1)
         return outcome._replace(gradient_norm=norm)

@@ -19,7 +19,7 @@ from megabatch_train.data.dataset import Dataset
 from megabatch_train.evaluation.evaluate import HEADLINES, RECALLS
 from megabatch_train.names import redact
 from megabatch_train.towers import models
-from megabatch_train.towers.models import text_options
+from megabatch_train.towers.models import list_bases, text_options
 from megabatch_train.towers.tower import set_checkpointing
 from megabatch_train.trainer import checkpoints
 from megabatch_train.trainer import run as runs
@@ -106,30 +106,41 @@ class Checkpoints:
         if len(existing) > 1 and self._free() < (size := _size(existing[-1])):
             self._delete_oldest(size, "another checkpoint")
 
-    def make_space(self, size: int) -> bool:
+    def make_space(self, size: int, *, complete: bool) -> bool:
         """Deletes old checkpoints for a model that did not fit on the disk. All ranks must call it.
 
         Args:
             size: the size of the model in bytes.
+            complete: whether the run is complete. If so, the newest checkpoint is deleted, too, if the space is needed.
 
         Returns:
-            Whether at least one checkpoint was deleted. If the model would not fit even without the old checkpoints, none is
+            Whether at least one checkpoint was deleted. If the model would not fit even without these checkpoints, none is
             deleted.
         """
-        return bool(self._world.from_first(self._delete_oldest(size, "the model") if self._world.rank == 0 else None))
+        deleted = self._world.rank == 0 and self._delete_oldest(size, "the model", keep_newest=not complete)
+        return bool(self._world.from_first(deleted))
 
-    def _delete_oldest(self, size: int, purpose: str) -> bool:
-        """Deletes at least one checkpoint, until `size` bytes are free. Never deletes the newest intact checkpoint."""
-        newest = find_newest(self.folder)
-        old = [] if newest is None else [path for path in list_checkpoints(self.folder) if path != newest[0]]
-        if not old or self._free() + sum(map(_size, old)) < size:
+    def _delete_oldest(self, size: int, purpose: str, *, keep_newest: bool = True) -> bool:
+        """Deletes at least one checkpoint, until `size` bytes are free. Returns whether it deleted one.
+
+        The newest intact checkpoint is the last one. It is deleted only if fewer than `size` bytes are free, because a disk can
+        be full for another reason, such as a quota, and then nothing would be left.
+        """
+        newest, _ = find_newest(self.folder) or (None, {})
+        paths = sorted(list_checkpoints(self.folder), key=lambda path: path == newest)  # stable: the others by their steps
+        if keep_newest:
+            paths = [] if newest is None else paths[:-1]
+        if not paths or self._free() + sum(map(_size, paths)) < size:
             return False
-        for number, path in enumerate(old):
-            if number and self._free() >= size:
+        has_deleted = False
+        for path in paths:
+            if (has_deleted or path == newest) and self._free() >= size:
                 break
-            LOG.warning("the disk has no space for %s, so the oldest checkpoint, %s, is deleted", purpose, path)
+            which = "last checkpoint, which a complete run does not need" if path == newest else "oldest checkpoint"
+            LOG.warning("the disk has no space for %s, so the %s, %s, is deleted", purpose, which, path)
             self._delete(path)
-        return True
+            has_deleted = True
+        return has_deleted
 
     def _free(self) -> int:
         return shutil.disk_usage(self.folder).free
@@ -392,6 +403,7 @@ class Storage:
             "config": redact(settings.table(self._config)),
             "text_options": text_options(self._trained.pair),
             "directory": os.getcwd(),  # relative paths in the settings are relative to it
+            "bases": list_bases(self._config.model, self._checkpoints.folder),
         }
         self._last_time = time.monotonic()
         self.complete_pending(wait=True)
@@ -432,11 +444,13 @@ class Storage:
     def save_weights(self, within: str = "") -> None:
         """Writes the weights into the folder of the run, or into its subfolder `within`.
 
-        The model of the run is more important than old checkpoints, so these are deleted if the disk is full.
+        The model of the run is more important than old checkpoints, so these are deleted if the disk is full. The model of a
+        complete run is more important than all checkpoints.
         """
-        folder = self._run.folder / within
+        folder, size = self._run.folder / within, model_bytes(self._trained.pair)
+        complete = self._run.step == self._run.total_steps
         problem = self._write_weights(folder)
-        while problem == DISK_FULL and not within and self._checkpoints.make_space(model_bytes(self._trained.pair)):
+        while problem == DISK_FULL and not within and self._checkpoints.make_space(size, complete=complete):
             problem = self._write_weights(folder)
         if problem is not None:
             raise CheckpointError(f"the model could not be written in {folder}: {problem}")
