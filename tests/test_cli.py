@@ -16,8 +16,8 @@ import torch
 import megabatch
 import word_pairs
 from helpers import PATIENCE
-from megabatch_train import cli, machine, names, settings
-from megabatch_train.commands import config, info, model, train
+from megabatch_train import cli, commands, machine, names, settings
+from megabatch_train.commands import info, train
 from megabatch_train.display.tables import TextTable
 from megabatch_train.names import sanitize
 from megabatch_train.trainer.config import TrainConfig
@@ -270,7 +270,7 @@ def test_help_topics_are_explained_once(capsys):
 
 def test_flags_of_train_are_read_from_the_source_of_the_settings():
     known = settings.describe_fields(TrainConfig)
-    fields = config.read_fields()
+    fields = settings.read_fields()
     assert list(fields) == [setting.key for setting in known]
     for setting in known:
         field = fields[setting.key]
@@ -384,7 +384,7 @@ def test_python_m_megabatch_is_the_command_line():
 
 def test_columns_by_role(capsys):
     parser = argparse.ArgumentParser()
-    model.add_columns(parser)
+    commands.add_columns(parser)
     given = ["query=q", "document=d", "negative=a", "negative=b", "label="]
     found = parser.parse_args(["--columns", *given]).columns
     assert found == {"query": "q", "document": "d", "negative": ["a", "b"], "label": ""}

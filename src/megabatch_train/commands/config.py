@@ -1,12 +1,10 @@
-"""`megabatch config`: lists the settings of a training run. `read_fields` reads them for the flags of `megabatch train`."""
+"""`megabatch config`: lists the settings of a training run."""
 
 import argparse
-import ast
 import shutil
 import textwrap
-from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megabatch_train import settings
 from megabatch_train.commands import describe
@@ -93,43 +91,3 @@ def _format_value_of(values: Any, setting: Setting) -> str:
             return ""
         values = values[part]
     return settings.format_value(values) if not isinstance(values, dict) else str(values)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Settings for `megabatch train --help`. They are read from the source of the dataclasses, because their import needs torch.
-
-
-class SourceField(NamedTuple):
-    """The definition of a setting in the source code of its dataclass."""
-
-    annotation: ast.expr
-    default: Any  # None for a table
-    text: str  # description: the comment behind the field
-
-
-def read_fields(
-    module: str = "megabatch_train.trainer.config", name: str = "TrainConfig", prefix: str = ""
-) -> dict[str, SourceField]:
-    """Reads the settings of a dataclass and of nested dataclasses. Returns them by key, such as "optimizer.lr"."""
-    path = resources.files("megabatch_train").joinpath(*module.split(".")[1:])
-    source = Path(f"{path}.py").read_text("utf-8")
-    lines, classes, origins, aliases = source.splitlines(), {}, {}, {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
-            classes[node.name], origins[node.name] = node, (module, node.name)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            origins |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            aliases[node.targets[0].id] = node.value
-    source_fields: dict[str, SourceField] = {}
-    for field in classes[name].body:
-        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name) or field.value is None:
-            continue
-        key, hint = f"{prefix}{field.target.id}", field.annotation
-        if isinstance(hint, ast.Name) and hint.id in origins:  # a dataclass
-            source_fields |= read_fields(*origins[hint.id], prefix=f"{key}.")
-            continue
-        default = None if isinstance(field.value, ast.Call) else ast.literal_eval(field.value)
-        text = lines[(field.end_lineno or field.lineno) - 1].partition("  # ")[2]
-        source_fields[key] = SourceField(aliases.get(hint.id, hint) if isinstance(hint, ast.Name) else hint, default, text)
-    return source_fields

@@ -10,8 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabatch_train.commands import describe, model
-from megabatch_train.commands.model import add_dim, add_model_arguments
+from megabatch_train.commands import add_dim, add_model_arguments, describe, model
 from megabatch_train.names import redact, tell
 
 if TYPE_CHECKING:

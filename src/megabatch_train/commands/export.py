@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from megabatch_train.commands import MODEL_HELP, describe, model
-from megabatch_train.commands.model import add_trust
+from megabatch_train.commands import MODEL_HELP, add_trust, describe, model
 from megabatch_train.names import tell
 
 DESCRIPTION = """

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabatch import extras, file_io
-from megabatch_train.commands import describe, model, parse_positive_int
-from megabatch_train.commands.model import add_model_arguments
+from megabatch_train.commands import add_model_arguments, describe, model, parse_positive_int
 from megabatch_train.names import redact, tell
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The arguments MODEL and --data. Each names a folder or a file, or has a special form such as "open_clip:ViT-B-32"."""
+"""Loads the model and the data that MODEL and --data name: a folder, a file, or a special form such as "open_clip:ViT-B-32"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabatch_train import names
-from megabatch_train.commands import CHUNK_HELP, DATA_HELP, MODEL_HELP, RUNS, WORKERS_HELP, parse_positive_int
+from megabatch_train.commands import RUNS
 from megabatch_train.names import sanitize
 
 if TYPE_CHECKING:
@@ -22,82 +22,7 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger("megabatch")
-NEGATIVE, OPTIONAL = "negative", ("negative", "label", "score")  # roles that do not need a column
 NAMED_RUNS = 8  # largest number of runs in the message about an unknown run
-
-
-def add_columns(parser: argparse._ActionsContainer) -> None:
-    """Adds `--columns`, whose value is a dict."""
-    parser.add_argument(
-        "--columns",
-        nargs="+",
-        action=_Columns,
-        metavar="ROLE=NAME",
-        help="roles of columns, such as image=file text=description (see `megabatch help data`; default: by name)",
-    )
-
-
-class _Columns(argparse.Action):
-    """Collects ROLE=NAME in a dict. A role with several names has a list."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
-        columns: dict[str, list[str]] = {}
-        for text in values:
-            role, is_given, name = text.partition("=")
-            if not role or not is_given or (not name and role not in OPTIONAL):
-                raise argparse.ArgumentError(
-                    self, f"must be ROLE=NAME, such as image=file text=description, got {' '.join(values)!r}"
-                )
-            columns.setdefault(role, []).append(name)
-        repeated = next((role for role, given_names in columns.items() if len(given_names) > 1 and role != NEGATIVE), None)
-        if repeated is not None:
-            raise argparse.ArgumentError(self, f"must name one column for {repeated}, got {' and '.join(columns[repeated])}")
-        setattr(
-            namespace,
-            self.dest,
-            {role: given_names[0] if len(given_names) == 1 else given_names for role, given_names in columns.items()},
-        )
-
-
-def add_trust(parser: argparse._ActionsContainer) -> None:
-    """Adds `--trust-remote-code`."""
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code from the files of the model, with all your permissions",
-    )
-
-
-def add_dim(parser: argparse.ArgumentParser) -> None:
-    """Adds `--dim`, for commands that compare embeddings."""
-    parser.add_argument(
-        "--dim",
-        type=parse_positive_int,
-        metavar="N",
-        help="keep only the first N dimensions of the embeddings of --loss matryoshka (default: all)",
-    )
-
-
-def add_model_arguments(
-    parser: argparse.ArgumentParser, default: str = "validation data of the run, or else its training data"
-) -> None:
-    """Adds the arguments of commands that load a model and data. `default` describes the default of `--data`."""
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--data", help=f"{DATA_HELP} (default: {default})")
-    add_columns(parser)
-    add_trust(parser)
-    parser.add_argument(
-        "--split",
-        choices=("train", "test", "all"),
-        help="split of emoji or wordnet (default: the split of the run, or else test)",
-    )
-    parser.add_argument(
-        "--device",
-        default="auto",
-        help='"cpu", "cuda" or "auto", which is "cuda" if a CUDA device is available (default: auto)',
-    )
-    parser.add_argument("--chunk-size", type=parse_positive_int, default=256, metavar="N", help=f"{CHUNK_HELP} (default: 256)")
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help=f"{WORKERS_HELP} (default: 0)")
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megabatch_train.commands import describe, model
-from megabatch_train.commands.model import add_trust
+from megabatch_train.commands import add_trust, describe, model
 from megabatch_train.names import tell
 
 if TYPE_CHECKING:

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabatch import extras
 from megabatch_train import settings
-from megabatch_train.commands import CHUNK_HELP, DATA_HELP, LORA_HELP, RUNS, WORKERS_HELP, describe
-from megabatch_train.commands.config import SourceField, read_fields
-from megabatch_train.commands.model import add_columns, add_trust, describe_runs, list_runs
+from megabatch_train.commands import CHUNK_HELP, DATA_HELP, LORA_HELP, RUNS, WORKERS_HELP, add_columns, add_trust, describe
 from megabatch_train.names import format_row, sanitize
+from megabatch_train.settings import SourceField, read_fields
 
 if TYPE_CHECKING:
     from megabatch.world import World
@@ -294,6 +293,7 @@ def _run_name(source: str) -> str:
 
 def _resolve_run(path: Path, output: Path | None) -> tuple[Path, Path | None]:
     """Returns the folder and the checkpoint for `--resume PATH`, where the path is the folder of a run or a checkpoint."""
+    from megabatch_train.commands.model import describe_runs, list_runs
     from megabatch_train.trainer import run as runs
 
     if not path.is_dir():
@@ -451,7 +451,7 @@ def _list_observers(args: argparse.Namespace) -> list[Observer]:
 
         observers.append(TensorBoardLog())
     if not args.no_report:
-        from megabatch_train.display.report import LiveReport
+        from megabatch_train.display.observers import LiveReport
 
         observers.append(LiveReport())
     if args.wandb:

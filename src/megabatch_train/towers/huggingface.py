@@ -279,7 +279,8 @@ def adapt(pair: Pair, options: Mapping[str, Any]) -> None:
 
 def exclude_prompt(tower: Tower, prompt: str) -> Tower:
     """Returns the tower. If its encoder does not pool the tokens of a prompt, its inputs get a mask of the pooled tokens."""
-    if not isinstance(tower.module, TextEncoder) or tower.module.include_prompt:
+    assert isinstance(tower.module, TextEncoder), "the caller checks it"
+    if tower.module.include_prompt:
         return tower
     texts = copy.copy(_text_parts(tower)[1])
     assert isinstance(texts, TokenInputs), "`adapt` checks it"

@@ -115,7 +115,8 @@ def adapt_texts(pair: Pair, options: Mapping[str, Any]) -> Pair:
         if not isinstance(prompt, str):
             raise ValueError(f"model_options.{key} must be a text, got {prompt!r}")
         if tower.kind == TEXT:
-            tower = huggingface.exclude_prompt(tower, prompt)
+            if isinstance(tower.module, huggingface.TextEncoder):
+                tower = huggingface.exclude_prompt(tower, prompt)
             tower = replace(tower, prepare=Prompted(prompt, tower.prepare)) if prompt else tower
         towers.append(tower)
     return replace(pair, first=towers[0], second=towers[1], options={**pair.options, **given}) if given else pair

@@ -147,6 +147,18 @@ class Pair:
 SAMPLE_TEXTS = ("a photo of a cat", "two dogs", "")
 
 
+@contextmanager
+def use_evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Sets evaluation mode within the context, and then restores the mode of every submodule."""
+    before = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training
+
+
 def sample_inputs(tower: Tower) -> dict[str, Tensor]:
     """Returns inputs of the tower's module for three samples: noise, or texts of different lengths."""
     noise = torch.randint(0, 256, (3, 3, 64, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -23,10 +23,17 @@ from megabatch.cached.streaming import count_rows, map_rows
 from megabatch.cached.tower import as_encoded, call
 from megabatch.world import World
 from megabatch_train import names
-from megabatch_train.evaluation.embedding import use_evaluation_mode
 from megabatch_train.machine import peak_rates
 from megabatch_train.towers.lora import store_frozen
-from megabatch_train.towers.tower import SIDES, FlopCounter, Pair, Tower, compile_towers, without_compiler
+from megabatch_train.towers.tower import (
+    SIDES,
+    FlopCounter,
+    Pair,
+    Tower,
+    compile_towers,
+    use_evaluation_mode,
+    without_compiler,
+)
 from megabatch_train.trainer.config import OptimizerConfig, TrainConfig, scale_rate
 from megabatch_train.trainer.loss import Objective
 

@@ -22,9 +22,8 @@ from megabatch.cached.tower import as_encoded, call
 from megabatch.world import World
 from megabatch_train.data.dataset import IMAGE, Dataset
 from megabatch_train.data.order import Batch
-from megabatch_train.evaluation.embedding import use_evaluation_mode
 from megabatch_train.machine import ran_out_of_memory
-from megabatch_train.towers.tower import forward_backward, set_checkpointing
+from megabatch_train.towers.tower import forward_backward, set_checkpointing, use_evaluation_mode
 from megabatch_train.trainer.build import Trained, autocast
 from megabatch_train.trainer.config import MemoryConfig, TrainConfig
 from megabatch_train.trainer.health import PairStatistics, average_statistics
