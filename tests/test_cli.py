@@ -17,7 +17,7 @@ import megabatch
 import word_pairs
 from helpers import PATIENCE
 from megabatch_train import cli, commands, machine, names, settings
-from megabatch_train.commands import info, train
+from megabatch_train.commands import small, train
 from megabatch_train.display.tables import TextTable
 from megabatch_train.names import sanitize
 from megabatch_train.trainer.config import TrainConfig
@@ -366,12 +366,12 @@ def test_info_names_versions_backends_and_extras(capsys):
     assert rows["backend of cpu"].startswith("eager")
     assert re.fullmatch(r"[\d.]+ GiB", rows["memory"])
     assert rows["sentence-transformers"].startswith(("installed", "missing: "))  # the longest name
-    assert "pillow" in info.extras()["train"]
-    assert ("tomli" in info.extras()["train"]) == (sys.version_info < (3, 11))
+    assert "pillow" in small.read_extras()["train"]
+    assert ("tomli" in small.read_extras()["train"]) == (sys.version_info < (3, 11))
 
 
 def test_info_of_a_source_that_is_not_installed(capsys, monkeypatch):
-    monkeypatch.setattr(info.machine, "version", lambda name: None)
+    monkeypatch.setattr(small.machine, "version", lambda name: None)
     rows = rows_of_info(capsys)
     assert rows["megabatch"] == megabatch.__version__
     assert rows["extras"].startswith("unknown, because megabatch is not installed")

@@ -1,7 +1,6 @@
 """`megabatch eval`, `search` and `report`, as a command line calls them."""
 
 import argparse
-import importlib
 import json
 import logging
 import shutil
@@ -13,7 +12,7 @@ from megabatch.world import World
 from megabatch_train import cli, towers
 from megabatch_train.commands import embed as embed_command
 from megabatch_train.commands import eval as eval_command
-from megabatch_train.commands import report as report_command
+from megabatch_train.commands import find_command
 from megabatch_train.commands import search as search_command
 from megabatch_train.data.dataset import UnreadableSampleError
 from megabatch_train.data.tables import Table
@@ -104,7 +103,7 @@ def test_an_empty_query_raises_an_error(place, query):
     with pytest.raises(ValueError, match=r"QUERY must be a text or the path of an image, got ' *', which is empty"):
         call(search_command, place / "run", query)
     with pytest.raises(ValueError, match=r"--query must not be empty"):
-        call(report_command, place / "run", "--query", query)
+        call(find_command("report"), place / "run", "--query", query)
 
 
 def test_eval_says_that_a_run_has_other_validation_sets(place, tmp_path, caplog):
@@ -329,7 +328,7 @@ def test_commands_name_the_weights_they_use(place, tmp_path, caplog, capsys):
     for command, *words in (
         (eval_command,),
         (search_command, "red", "--sheet", tmp_path / "sheet.png"),
-        (report_command,),
+        (find_command("report"),),
     ):
         caplog.clear()
         call(command, run, *words)
@@ -341,14 +340,14 @@ def test_commands_name_the_weights_they_use(place, tmp_path, caplog, capsys):
 
 
 def test_report(place, capsys):
-    assert call(report_command, place / "run", "--query", "red") == 0
+    assert call(find_command("report"), place / "run", "--query", "red") == 0
     assert capsys.readouterr().out == f"wrote {place / 'run' / 'report.html'}\n"
     assert "<h3>red</h3>" in (place / "run" / "report.html").read_text("utf-8")
 
 
 def test_a_folder_without_a_run_has_no_report(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not the folder of a run"):
-        call(report_command, tmp_path)
+        call(find_command("report"), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -362,11 +361,11 @@ def test_eval_says_why_nothing_could_be_read(place, tmp_path):
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_help_teaches_in_a_hundred_columns(name, capsys):
-    parser, command = argparse.ArgumentParser(), importlib.import_module(f"megabatch_train.commands.{name}")
+    parser, command = argparse.ArgumentParser(), find_command(name)
     command.add_arguments(parser)
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])
     told = capsys.readouterr().out
     assert "  megabatch " in told
-    assert max(map(len, command.DESCRIPTION.splitlines())) <= 100
+    assert max(map(len, parser.description.splitlines())) <= 100
     assert all(action.help for action in parser._actions)

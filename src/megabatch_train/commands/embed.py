@@ -8,7 +8,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabatch_train.commands import add_dim, add_model_arguments, describe, model
+from megabatch_train import commands
+from megabatch_train.commands import add_dim, add_model_arguments, describe
 from megabatch_train.names import redact, tell
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     with join_world(args.device) as world:
         if world.size > 1:
             raise ValueError(f"megabatch embed must run in one process, got {world.size}; start it without torchrun")
-        inputs = model.choose(args, world.device, allow_images_only=True)
+        inputs = commands.choose(args, world.device, allow_images_only=True)
         inputs.keep_data(embedding.targets(output))
         dataset, side = inputs.dataset, find_side(inputs.dataset, args.side)
         inputs.check_kinds([side])

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabatch_train.commands import add_dim, add_model_arguments, describe, model
+from megabatch_train import commands
+from megabatch_train.commands import add_dim, add_model_arguments, describe
 from megabatch_train.commands.embed import sample
 from megabatch_train.names import redact, tell
 
@@ -87,7 +88,7 @@ class Match:
 class Data:
     """A dataset to search. Its samples are encoded chunk by chunk."""
 
-    def __init__(self, inputs: model.ModelAndData, args: argparse.Namespace) -> None:
+    def __init__(self, inputs: commands.ModelAndData, args: argparse.Namespace) -> None:
         self.inputs, self.dataset, self.args = inputs, inputs.dataset, args
         self.name, self.credits, self.failures = redact(inputs.data), inputs.dataset.credits, inputs.dataset.failures
         self._pictures: Dataset | None = None
@@ -259,13 +260,13 @@ def _load_source(args: argparse.Namespace, device: torch.device) -> tuple[Pair, 
     from megabatch_train.evaluation import embedding
 
     if not args.embeddings:
-        inputs = model.choose(args, device, allow_images_only=True)
+        inputs = commands.choose(args, device, allow_images_only=True)
         return inputs.pair, Data(inputs, args)
     options = [name for name in ("data", "columns", "split", "among") if getattr(args, name) is not None]
     if options:
         raise ValueError(f"--{options[0]} cannot be used with --embeddings, because the file determines it")
     saved = embedding.Saved(Path(args.embeddings))
-    pair = model.load_pair(args.model, device, tuple(saved.about["sides"]), trust=args.trust_remote_code)
+    pair = commands.load_pair(args.model, device, tuple(saved.about["sides"]), trust=args.trust_remote_code)
     if embedding.fingerprint(pair) != saved.about["weights"]:
         raise ValueError(
             f"--embeddings must have the same model and weights, got {args.embeddings} of {saved.about['model']!r}; run "
@@ -278,7 +279,7 @@ def _load_source(args: argparse.Namespace, device: torch.device) -> tuple[Pair, 
             f"--dim must equal the dimension of --embeddings, its default, got {args.dim} for a file of {dims_in_words}"
         )
     if dim is not None:
-        model.truncate_pair(pair, dim, model.run_of(args.model))
+        commands.truncate_pair(pair, dim, commands.run_of(args.model))
     LOG.info("data: %s, %s embeddings of %s", args.embeddings, f"{len(saved.samples):,}", saved.about.get("data"))
     return pair, Embeddings(saved)
 

@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabatch import extras
 from megabatch_train import settings
-from megabatch_train.commands import CHUNK_HELP, DATA_HELP, LORA_HELP, RUNS, WORKERS_HELP, add_columns, add_trust, describe
+from megabatch_train.commands import (
+    CHUNK_HELP,
+    DATA_HELP,
+    LORA_HELP,
+    RUNS,
+    WORKERS_HELP,
+    add_columns,
+    add_trust,
+    describe,
+    describe_runs,
+    list_runs,
+)
 from megabatch_train.names import format_row, sanitize
 from megabatch_train.settings import SourceField, read_fields
 
@@ -293,7 +304,6 @@ def _run_name(source: str) -> str:
 
 def _resolve_run(path: Path, output: Path | None) -> tuple[Path, Path | None]:
     """Returns the folder and the checkpoint for `--resume PATH`, where the path is the folder of a run or a checkpoint."""
-    from megabatch_train.commands.model import describe_runs, list_runs
     from megabatch_train.trainer import run as runs
 
     if not path.is_dir():
