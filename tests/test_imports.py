@@ -32,7 +32,7 @@ sys.meta_path.insert(0, Block())
 import torch
 import megabatch as mb
 import megabatch_train.data.demo, megabatch_train.data.shards, megabatch_train.data.tables
-import megabatch_train.evaluation.sheet, megabatch_train.towers, megabatch_train.display.report, megabatch_train.cli
+import megabatch_train.display.plots, megabatch_train.towers, megabatch_train.display.report, megabatch_train.cli
 import megabatch_train.commands.eval, megabatch_train.commands.small
 import megabatch_train.commands.search, megabatch_train.commands.train
 import megabatch.integrations.open_clip, megabatch.integrations.trainers

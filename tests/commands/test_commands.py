@@ -156,7 +156,7 @@ def test_search_by_text_draws_and_prints(place, tmp_path, capsys, monkeypatch):
     found = {line.split()[1] for line in (*printed[2:5], *printed[7:10])}
     assert found <= set(named)
     assert {named[name] for name in found} <= pixels  # what is printed is drawn
-    monkeypatch.setattr("megabatch_train.evaluation.sheet.MOST_MATCHES", 5)
+    monkeypatch.setattr("megabatch_train.display.plots.MOST_MATCHES", 5)
     call(search_command, place / "run", "red", "-k", 99, "--sheet", sheet)
     printed = capsys.readouterr().out
     with pillow.open(sheet) as image:

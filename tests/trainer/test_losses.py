@@ -151,7 +151,7 @@ def test_a_step_with_hard_negatives_is_the_loss_with_them(place):
 
     randomness.seed_host(3)
     pair = towers.load("small", ("text", "text"), **config["model_options"])
-    from megabatch_train.data.order import Order
+    from megabatch_train.data.loader import Order
 
     (batch,) = Order(12, 6, 3).batches(0, 1)
     indices, table = batch.indices.tolist(), Table("hard.jsonl")

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megabatch_train.data.dataset import Dataset
+    from megabatch_train.display.plots import Found, Shown
     from megabatch_train.display.tables import TextTable
     from megabatch_train.evaluation import embedding
-    from megabatch_train.evaluation.sheet import Found, Shown
     from megabatch_train.towers import Pair, Tower
 
 
@@ -125,11 +125,10 @@ class Data:
     def show(self, match: Match, side: int) -> Found:
         """Returns a match for the contact sheet: the image with its caption, or the searched text with the other text."""
         from megabatch_train.data.dataset import IMAGE
-        from megabatch_train.evaluation import sheet
+        from megabatch_train.display.plots import PICTURE, Found
         from megabatch_train.evaluation.embedding import read_or_none
-        from megabatch_train.evaluation.sheet import Found
 
-        pictures = self._pictures = self._pictures or self.inputs.redraw(sheet.PICTURE)
+        pictures = self._pictures = self._pictures or self.inputs.redraw(PICTURE)
         shown = pictures.sides.index(IMAGE) if IMAGE in pictures.sides else side
         sides = (read_or_none(pictures, match.index, which) for which in (shown, 1 - shown))
         first, second = ("cannot be read" if value is None else value for value in sides)
@@ -177,7 +176,7 @@ class Embeddings:
         """Returns the image if its file can be read, or else its text."""
         from megabatch_train.data import images
         from megabatch_train.data.dataset import UnreadableSampleError
-        from megabatch_train.evaluation.sheet import Found
+        from megabatch_train.display.plots import Found
 
         text = match.text or match.name or ""
         try:
@@ -190,7 +189,7 @@ class Embeddings:
 def run(args: argparse.Namespace) -> int:
     """Searches, prints the matches and draws the contact sheet."""
     from megabatch.world import join_world
-    from megabatch_train.evaluation import sheet
+    from megabatch_train.display import plots
 
     with join_world(args.device) as world:
         if world.size > 1:
@@ -207,15 +206,15 @@ def run(args: argparse.Namespace) -> int:
     sheet_path = args.sheet or (None if args.json else SHEET)
     if sheet_path is not None:
         sheet_rows = [
-            [source.show(match, side) for match, side in row[: sheet.MOST_MATCHES]] for row in results[: sheet.MOST_QUERIES]
+            [source.show(match, side) for match, side in row[: plots.MOST_MATCHES]] for row in results[: plots.MOST_QUERIES]
         ]
         title = f"{source.name}, searched with {args.model}"
-        sheet.draw(sheet_path, queries[: len(sheet_rows)], sheet_rows, title=title, credits=source.credits)
+        plots.draw_sheet(sheet_path, queries[: len(sheet_rows)], sheet_rows, title=title, credits=source.credits)
     if sheet_path is not None and not args.json:
-        is_cut = args.k > sheet.MOST_MATCHES or len(queries) > sheet.MOST_QUERIES
+        is_cut = args.k > plots.MOST_MATCHES or len(queries) > plots.MOST_QUERIES
         tell(
             f"wrote {sheet_path}"
-            + (f" (the first {sheet.MOST_MATCHES} matches of the first {len(sheet_rows)} queries)" if is_cut else "")
+            + (f" (the first {plots.MOST_MATCHES} matches of the first {len(sheet_rows)} queries)" if is_cut else "")
         )
     if source.failures:
         message = f"{len(source.failures):,} samples could not be read; the first: {next(iter(source.failures.values()))}"

@@ -19,11 +19,11 @@ from megabatch_train.data.dataset import IMAGE, Dataset
 from megabatch_train.data.images import to_pillow
 from megabatch_train.display import plots, tables
 from megabatch_train.display.observers import REPORT
+from megabatch_train.display.plots import Found, Shown
 from megabatch_train.display.tables import TextTable
 from megabatch_train.evaluation import embed, encode, search
 from megabatch_train.evaluation.embedding import read_or_none
 from megabatch_train.evaluation.results import BEST, CONFIG, METRICS, SavedRun, read_run
-from megabatch_train.evaluation.sheet import Found, Shown
 from megabatch_train.names import sanitize
 from megabatch_train.towers import Pair
 from megabatch_train.towers.models import WEIGHTS, image_size, load_saved

@@ -21,10 +21,10 @@ from megabatch.cached.replay import sample_seed
 from megabatch.cached.streaming import Clock, phase
 from megabatch.world import World
 from megabatch_train import towers
-from megabatch_train.data import readers
+from megabatch_train.data import loader
 from megabatch_train.data.dataset import Dataset
 from megabatch_train.data.load import WithNegatives
-from megabatch_train.data.order import Order
+from megabatch_train.data.loader import Order
 from megabatch_train.data.resident import Resident
 from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import evaluate
@@ -521,4 +521,4 @@ class Trainer:
         datasets = [self.dataset, *self.validation.values()]
         preparations = [getattr(tower.prepare, "__self__", tower.prepare) for tower in self.pair.towers]
         count = reader_count(self.config, self.world)
-        return readers.open_readers(count, [*datasets, *preparations], processes=self.world.device.type == "cuda")
+        return loader.open_readers(count, [*datasets, *preparations], processes=self.world.device.type == "cuda")

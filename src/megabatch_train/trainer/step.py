@@ -21,7 +21,7 @@ from megabatch.cached.streaming import DATA, close_at_the_end, count_rows, map_r
 from megabatch.cached.tower import as_encoded, call
 from megabatch.world import World
 from megabatch_train.data.dataset import IMAGE, Dataset
-from megabatch_train.data.order import Batch
+from megabatch_train.data.loader import Batch
 from megabatch_train.machine import ran_out_of_memory
 from megabatch_train.towers.tower import forward_backward, set_checkpointing, use_evaluation_mode
 from megabatch_train.trainer.build import Trained, autocast
