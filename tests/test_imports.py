@@ -36,7 +36,7 @@ import megabatch_train.display.plots, megabatch_train.towers, megabatch_train.di
 import megabatch_train.commands.eval, megabatch_train.commands.small
 import megabatch_train.commands.search, megabatch_train.commands.train
 import megabatch.integrations.open_clip, megabatch.integrations.trainers
-import megabatch_train.commands.plan, megabatch_train.commands.bench, megabatch_train.planning.report
+import megabatch_train.commands.plan, megabatch_train.commands.bench, megabatch_train.planning.step
 import megabatch_train.bench.report
 x = torch.eye(4, requires_grad=True)
 mb.clip_loss(x, x, 2.0).backward()
