@@ -67,7 +67,7 @@ TRAIN: dict[str, set[str]] = {
 
 
 def package_of(module: str) -> str:
-    """`megabatch.ring.lap` is of "ring", `megabatch.pairwise` of "pairwise", `megabatch` itself of "__init__"."""
+    """`megabatch.ring.ranks` is of "ring", `megabatch.pairwise` of "pairwise", `megabatch` itself of "__init__"."""
     return (module.split(".")[1:] or ["__init__"])[0]
 
 

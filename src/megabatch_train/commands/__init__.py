@@ -241,7 +241,7 @@ def truncate_pair(pair: Pair, dim: int, folder: Path | None) -> None:
 
 def load_pair(spec: str, device: torch.device, kinds: tuple[str, str] = ("image", "text"), *, trust: bool = False) -> Pair:
     """Loads the model of a run, or a model by name for sides of these kinds. With `trust`, code from its files can run."""
-    from megabatch.cached import randomness
+    from megabatch.cached import second_pass
     from megabatch_train.towers import load
     from megabatch_train.towers.tower import allow_remote_code
 
@@ -249,7 +249,7 @@ def load_pair(spec: str, device: torch.device, kinds: tuple[str, str] = ("image"
         return load_run(Path(spec), device, trust=trust)[0]
     if not has_weights(spec):
         LOG.warning("weights: random, because the name %s does not include weights", spec)
-    randomness.seed_host(0)  # every command has the same random weights, so that `search` can use the embeddings of `embed`
+    second_pass.seed_host(0)  # every command has the same random weights, so that `search` can use the embeddings of `embed`
     with allow_remote_code(trust):
         pair = load(spec, kinds)
     for tower in pair.towers:

@@ -370,13 +370,13 @@ def _lock_folder(folder: Path, world: World, args: argparse.Namespace, stack: Ex
 
 
 def _build_trainer(config: TrainConfig, folder: Path, world: World, observers: Sequence[Observer]) -> Trainer:
-    from megabatch.cached import randomness
+    from megabatch.cached import second_pass
     from megabatch_train import towers
     from megabatch_train.data import load as data
     from megabatch_train.towers.models import image_size
     from megabatch_train.trainer.loop import Trainer
 
-    randomness.seed_host(config.seed)
+    second_pass.seed_host(config.seed)
     size = image_size(config.model, config.model_options)
     split = "train" if config.holdout else None
     dataset = data.load(config.data, split, size=size, holdout=config.holdout, **config.data_options)

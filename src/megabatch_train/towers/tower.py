@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from megabatch import extras
-from megabatch.cached import batchnorm, randomness
+from megabatch.cached import second_pass
 from megabatch.cached.streaming import map_rows
 from megabatch.cached.tower import as_encoded, call
 from megabatch.world import World
@@ -169,7 +169,7 @@ def sample_inputs(tower: Tower) -> dict[str, Tensor]:
 
 def forward_backward(module: nn.Module, inputs: Any) -> None:
     """Runs a forward pass, and a backward pass if gradients are enabled. Running statistics do not change."""
-    with batchnorm.keep_running_statistics(batchnorm.layers([module])):
+    with second_pass.keep_running_statistics(second_pass.list_batch_norms([module])):
         output: Any = as_encoded(call(module, inputs), type(module).__name__).embeddings
         if output.requires_grad:
             output.float().sum().backward()
@@ -352,7 +352,7 @@ def warm_up(modules: Sequence[nn.Module], inputs: Sequence[Any], world: World) -
         LOG.info("compiling the towers, once per run")
     began = time.perf_counter()
     try:
-        with randomness.preserve_generators([world.device]):
+        with second_pass.preserve_generators([world.device]):
             for module, chunk in zip(modules, inputs, strict=True):
                 _run_once(module, map_rows(lambda tensor: tensor.to(world.device), chunk))
     except (RuntimeError, MemoryError) as error:
