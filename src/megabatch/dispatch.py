@@ -135,7 +135,7 @@ class Limits:
     # of 27.7 / 41.7 / 55.4 on the two-pass path, `siglip_loss` 23.0 / 32.1 / 41.5 instead of 23.9 / 33.4 / 43.0. The fused path
     # needs 0.3 GiB more memory.
     fused: int = 65536
-    # With more views, the two-pass path is used, because it computes only half of the matmuls (`tiles.symmetric`).
+    # With more views, the two-pass path is used, because it computes only half of the matmuls (`tiles.plan`).
     fused_views: int = 32768
     # Largest rows × D for which the float32 sums of dx, and later these sums plus the gradients, fit the workspace limits.
     fused_elements: int = 2**27
