@@ -11,10 +11,10 @@ import importlib
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabatch_train.names import TABLES, has_weights, nearest, sanitize
 
@@ -34,14 +34,25 @@ CHUNK_HELP = "number of samples that a tower encodes at once"
 LORA_HELP = "train LoRA adapters of this rank instead of the weights of an hf: model"
 NEGATIVE, OPTIONAL = "negative", ("negative", "label", "score")  # roles that do not need a column
 NAMED_RUNS = 8  # largest number of runs in the message about an unknown run
-SMALL = ("info", "help", "config", "report", "export")  # the commands of the module `small`
+# Modules with several commands. The other commands have a module of their name.
+SHARED_MODULES = {
+    **dict.fromkeys(("info", "help", "config", "report", "export"), "small"),
+    "embed": "search",
+    "search": "search",
+}
+
+
+class Command(NamedTuple):
+    """A command of a module with several commands."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 def find_command(name: str) -> Any:
     """Imports a command. Returns an object with the functions `add_arguments` and `run`."""
-    if name in SMALL:
-        return importlib.import_module("megabatch_train.commands.small").COMMANDS[name]
-    return importlib.import_module(f"megabatch_train.commands.{name}")
+    module = importlib.import_module(f"megabatch_train.commands.{SHARED_MODULES.get(name, name)}")
+    return module.COMMANDS[name] if name in SHARED_MODULES else module
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -8,13 +8,12 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megabatch import __version__
 from megabatch_train import commands, machine, settings
-from megabatch_train.commands import MODEL_HELP, add_trust, describe
+from megabatch_train.commands import MODEL_HELP, Command, add_trust, describe
 from megabatch_train.names import redact, tell
 from megabatch_train.settings import Setting
 
@@ -399,13 +398,6 @@ def run_export(args: argparse.Namespace) -> int:
     if args.push:
         tell(f"pushed to {push(folder, args.push)} (a new model is private)")
     return 0
-
-
-class Command(NamedTuple):
-    """A command of this module, with the functions that other commands have as a module."""
-
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
 
 
 COMMANDS = {

@@ -20,9 +20,8 @@ from megabatch_train import settings
 from megabatch_train.data.dataset import IMAGE, TEXT
 from megabatch_train.names import MODELS, nearest
 from megabatch_train.towers import huggingface, huggingface_inputs, lora, open_clip, small
-from megabatch_train.towers.lora import LoraConfig
 from megabatch_train.towers.sentence_transformer import LayerConfig, write_tensors
-from megabatch_train.towers.tower import SIDES, Pair
+from megabatch_train.towers.tower import SIDES, LoraConfig, Pair
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Towers by name, with prompts and options for their texts.

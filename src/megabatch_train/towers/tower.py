@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,6 @@ from megabatch.world import World
 from megabatch_train.data.dataset import IMAGE
 from megabatch_train.data.images import TrainingImages
 from megabatch_train.machine import ran_out_of_memory
-from megabatch_train.towers.lora import LoraConfig
 
 LOG = logging.getLogger("megabatch")
 
@@ -101,6 +100,37 @@ class Tower:
     # Returns the number of used tokens of each sample of collated inputs. Inputs can be trimmed after the longest sample.
     lengths: Callable[[Any], Tensor | None] | None = None
     training_images: TrainingImages | None = None  # replaces `prepare` and `collate` for training images
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of "hf:" and "hf-config:" models."""
+
+    rank: int = 0  # LoRA rank of the adapters; 0 trains all weights without adapters
+    alpha: float | None = None  # adapters are multiplied by alpha / rank (default: twice the rank)
+    dropout: float = 0.0  # dropout of the inputs of an adapter
+    targets: tuple[str, ...] = ()  # endings of the names of layers (default: all linear layers)
+    quantize: Literal["none", "int8", "nf4"] = "none"  # how frozen weights of "hf:" models are stored, by bitsandbytes
+    merge: bool = False  # whether the saved model has the adapters added to its weights
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        if self.rank < 0:
+            raise ValueError(f"lora.rank must be at least 0, got {self.rank}")
+        if self.alpha is not None and not self.alpha > 0:
+            raise ValueError(f"lora.alpha must be more than 0, got {self.alpha}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora.dropout must be at least 0 and less than 1, got {self.dropout}")
+        for name in ("alpha", "dropout", "targets", "quantize", "merge"):
+            value = getattr(self, name)
+            if not self.rank and value != getattr(LoraConfig, name):
+                raise ValueError(f"lora.{name} must be left out without lora.rank, got {value!r}")
+        if self.quantize != "none" and self.merge:
+            raise ValueError(
+                f"lora.merge must be false with lora.quantize, got lora.quantize = {self.quantize!r}. Adapters are so "
+                "small that rounding to quantized weights removes them. Merge the adapters with the original weights instead "
+                "(PEFT: merge_and_unload)"
+            )
 
 
 @dataclass(frozen=True)
