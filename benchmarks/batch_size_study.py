@@ -30,7 +30,7 @@ import megabatch as mb
 from megabatch_train import machine
 from megabatch_train.bench.measure import paragraphs
 from megabatch_train.data.demo import WordNet
-from megabatch_train.data.order import Order
+from megabatch_train.data.loader import Order
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable
 from megabatch_train.evaluation import results, retrieval

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import megabatch as mb
 from megabatch.cached import Budget
 from megabatch_train.towers.huggingface import TextEncoder
-from megabatch_train.towers.lora import LoraConfig, inject
-from megabatch_train.towers.tower import compile_layers, compiler_settings, layers
+from megabatch_train.towers.lora import inject
+from megabatch_train.towers.tower import LoraConfig, compile_layers, compiler_settings, layers
 
 SCALE, RANK = 20.0, 16
 LONGEST, SPREAD = 512, 0.6  # most tokens of a text; standard deviation of the logarithm of lengths

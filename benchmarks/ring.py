@@ -31,7 +31,7 @@ from torch import Tensor
 
 import megabatch
 from megabatch import ring
-from megabatch.ring import lap
+from megabatch.ring import ranks
 from megabatch.ring.ranks import Parcel, Ranks
 from megabatch.tiles import eager
 from megabatch.tiles.block import Block, ColumnGradients, Needs
@@ -64,11 +64,11 @@ ABOUT = {  # in the order of the table
 
 @contextmanager
 def synchronous(rows: int) -> Iterator[Loss]:
-    lap.OVERLAP, before = False, lap.OVERLAP
+    ranks.OVERLAP, before = False, ranks.OVERLAP
     try:
         yield losses.ring_loss
     finally:
-        lap.OVERLAP = before
+        ranks.OVERLAP = before
 
 
 def gather_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:

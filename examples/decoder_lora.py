@@ -24,8 +24,7 @@ import megabatch as mb
 from megabatch_train import towers
 from megabatch_train.data.demo import WordNet
 from megabatch_train.evaluation import encode
-from megabatch_train.towers.lora import LoraConfig
-from megabatch_train.towers.tower import Pair
+from megabatch_train.towers.tower import LoraConfig, Pair
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 8192, "max_position_embeddings": 64}

@@ -67,7 +67,7 @@ TRAIN: dict[str, set[str]] = {
 
 
 def package_of(module: str) -> str:
-    """`megabatch.ring.lap` is of "ring", `megabatch.pairwise` of "pairwise", `megabatch` itself of "__init__"."""
+    """`megabatch.ring.ranks` is of "ring", `megabatch.pairwise` of "pairwise", `megabatch` itself of "__init__"."""
     return (module.split(".")[1:] or ["__init__"])[0]
 
 
@@ -194,7 +194,7 @@ def test_a_class_name_has_one_meaning():
 DECISIONS = {
     "get_device_capability": {"megabatch.dispatch", "megabatch.kernels.plan", "megabatch_train.towers.huggingface_inputs"},
     "choose_module": {"megabatch.dispatch", "megabatch.primitives"},
-    "default_engine": {"megabatch.dispatch", "megabatch.primitives", "megabatch_train.commands.info"},
+    "default_engine": {"megabatch.dispatch", "megabatch.primitives", "megabatch_train.commands.small"},
 }
 
 

@@ -16,8 +16,8 @@ import torch
 import megabatch
 import word_pairs
 from helpers import PATIENCE
-from megabatch_train import cli, machine, names, settings
-from megabatch_train.commands import config, info, model, train
+from megabatch_train import cli, commands, machine, names, settings
+from megabatch_train.commands import small, train
 from megabatch_train.display.tables import TextTable
 from megabatch_train.names import sanitize
 from megabatch_train.trainer.config import TrainConfig
@@ -270,7 +270,7 @@ def test_help_topics_are_explained_once(capsys):
 
 def test_flags_of_train_are_read_from_the_source_of_the_settings():
     known = settings.describe_fields(TrainConfig)
-    fields = config.read_fields()
+    fields = settings.read_fields()
     assert list(fields) == [setting.key for setting in known]
     for setting in known:
         field = fields[setting.key]
@@ -366,12 +366,12 @@ def test_info_names_versions_backends_and_extras(capsys):
     assert rows["backend of cpu"].startswith("eager")
     assert re.fullmatch(r"[\d.]+ GiB", rows["memory"])
     assert rows["sentence-transformers"].startswith(("installed", "missing: "))  # the longest name
-    assert "pillow" in info.extras()["train"]
-    assert ("tomli" in info.extras()["train"]) == (sys.version_info < (3, 11))
+    assert "pillow" in small.read_extras()["train"]
+    assert ("tomli" in small.read_extras()["train"]) == (sys.version_info < (3, 11))
 
 
 def test_info_of_a_source_that_is_not_installed(capsys, monkeypatch):
-    monkeypatch.setattr(info.machine, "version", lambda name: None)
+    monkeypatch.setattr(small.machine, "version", lambda name: None)
     rows = rows_of_info(capsys)
     assert rows["megabatch"] == megabatch.__version__
     assert rows["extras"].startswith("unknown, because megabatch is not installed")
@@ -384,7 +384,7 @@ def test_python_m_megabatch_is_the_command_line():
 
 def test_columns_by_role(capsys):
     parser = argparse.ArgumentParser()
-    model.add_columns(parser)
+    commands.add_columns(parser)
     given = ["query=q", "document=d", "negative=a", "negative=b", "label="]
     found = parser.parse_args(["--columns", *given]).columns
     assert found == {"query": "q", "document": "d", "negative": ["a", "b"], "label": ""}

@@ -9,7 +9,7 @@ import torch
 import megabatch as mb
 from megabatch import dispatch
 from megabatch.dispatch import BOTH, DENSE, FUSED, KINDS, LABELS, ROWS, SIGMOID, TWO_PASS, VIEWS
-from megabatch_train.commands import info
+from megabatch_train.commands import small
 
 SIZES = (0, 1, 2, 2048, 2049, 4096, 4097, 8192, 8193, 32768, 32769, 65536, 65537, 2**22)
 
@@ -93,13 +93,13 @@ def test_an_override_ends_with_its_block():
 
 
 def test_info_prints_every_rule(capsys):
-    assert info.run(None) == 0
+    assert small.run_info(None) == 0
     printed = capsys.readouterr().out
     for path, *_, size, _ in dispatch.describe_rules():
         assert any(path in line and size in line for line in printed.splitlines())
 
 
 def test_the_page_shows_the_rules():
-    """docs/architecture.md contains the table; `info.rules().markdown()` is its source."""
+    """docs/architecture.md contains the table; `small.describe_paths().markdown()` is its source."""
     page = Path(__file__).parents[1] / "docs" / "architecture.md"
-    assert info.rules().markdown() in page.read_text("utf-8")
+    assert small.describe_paths().markdown() in page.read_text("utf-8")

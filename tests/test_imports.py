@@ -32,11 +32,11 @@ sys.meta_path.insert(0, Block())
 import torch
 import megabatch as mb
 import megabatch_train.data.demo, megabatch_train.data.shards, megabatch_train.data.tables
-import megabatch_train.evaluation.sheet, megabatch_train.towers, megabatch_train.display.report, megabatch_train.cli
-import megabatch_train.commands.eval, megabatch_train.commands.info, megabatch_train.commands.report
+import megabatch_train.display.plots, megabatch_train.towers, megabatch_train.display.report, megabatch_train.cli
+import megabatch_train.commands.eval, megabatch_train.commands.small
 import megabatch_train.commands.search, megabatch_train.commands.train
 import megabatch.integrations.open_clip, megabatch.integrations.trainers
-import megabatch_train.commands.plan, megabatch_train.commands.bench, megabatch_train.planning.report
+import megabatch_train.commands.plan, megabatch_train.commands.bench, megabatch_train.planning.step
 import megabatch_train.bench.report
 x = torch.eye(4, requires_grad=True)
 mb.clip_loss(x, x, 2.0).backward()

@@ -12,6 +12,7 @@ a few rows take the path of a large batch.
 import argparse
 import ast
 import contextlib
+import inspect
 import os
 import subprocess
 import sys
@@ -95,7 +96,8 @@ def record_files(call: Callable[[], Any]) -> list[str]:
     files: dict[str, None] = {}
 
     def note(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_name != "<module>":
+        # The body of a module or of a class, which an import runs, has no fast local variables.
+        if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             files.setdefault(frame.f_code.co_filename)
 
     threading.setprofile(note)

@@ -136,7 +136,7 @@ class Limits:
     # memory.
     one_gpu: int = 65536
     # A batch against itself. With more rows, the symmetric passes are used, because they compute only half of the matmuls
-    # (`tiles.symmetric`).
+    # (`tiles.plan`).
     one_gpu_itself: int = 32768
     # Largest rows × D for which the float32 sums of dx, and later these sums plus the gradients, fit the workspace limits.
     one_gpu_elements: int = 2**27

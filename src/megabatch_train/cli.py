@@ -6,7 +6,6 @@ need the packages for training.
 
 import argparse
 import difflib
-import importlib
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ from types import TracebackType
 
 import megabatch
 import megabatch_train
-from megabatch_train.commands import HelpFormatter
+from megabatch_train.commands import HelpFormatter, find_command
 from megabatch_train.machine import let_threads_sleep
 from megabatch_train.names import nearest, sanitize, tell
 
@@ -121,7 +120,7 @@ def _run(arguments: list[str], command_name: str | None) -> int:
             parser.error(f"no such command: {arguments[0]}{nearest(arguments[0], COMMANDS)}; commands: {', '.join(COMMANDS)}")
         parser.parse_args(arguments or ["--help"])
         return 0
-    command = importlib.import_module(f"megabatch_train.commands.{command_name}")
+    command = find_command(command_name)
     command.add_arguments(subparser)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:

@@ -4,6 +4,7 @@ A config is a dataclass whose fields are numbers, strings, lists, tables or othe
 write it ("optimizer.lr"). If a key or a choice does not exist, the error suggests the most similar one.
 """
 
+import ast
 import dataclasses
 import difflib
 import inspect
@@ -13,6 +14,7 @@ import sys
 import types
 import typing
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -225,3 +227,43 @@ def _parse(text: str) -> Any:
 def format_value(value: Any) -> str:
     """Formats a plain value on one line. `assignment` can parse the result."""
     return json.dumps(value, ensure_ascii=False)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Settings for `megabatch train --help`. They are read from the source of the dataclasses, because their import needs torch.
+
+
+class SourceField(typing.NamedTuple):
+    """The definition of a setting in the source code of its dataclass."""
+
+    annotation: ast.expr
+    default: Any  # None for a table
+    text: str  # description: the comment behind the field
+
+
+def read_fields(
+    module: str = "megabatch_train.trainer.config", name: str = "TrainConfig", prefix: str = ""
+) -> dict[str, SourceField]:
+    """Reads the settings of a dataclass and of nested dataclasses. Returns them by key, such as "optimizer.lr"."""
+    path = resources.files("megabatch_train").joinpath(*module.split(".")[1:])
+    source = Path(f"{path}.py").read_text("utf-8")
+    lines, classes, origins, aliases = source.splitlines(), {}, {}, {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            classes[node.name], origins[node.name] = node, (module, node.name)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            origins |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            aliases[node.targets[0].id] = node.value
+    source_fields: dict[str, SourceField] = {}
+    for field in classes[name].body:
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name) or field.value is None:
+            continue
+        key, hint = f"{prefix}{field.target.id}", field.annotation
+        if isinstance(hint, ast.Name) and hint.id in origins:  # a dataclass
+            source_fields |= read_fields(*origins[hint.id], prefix=f"{key}.")
+            continue
+        default = None if isinstance(field.value, ast.Call) else ast.literal_eval(field.value)
+        text = lines[(field.end_lineno or field.lineno) - 1].partition("  # ")[2]
+        source_fields[key] = SourceField(aliases.get(hint.id, hint) if isinstance(hint, ast.Name) else hint, default, text)
+    return source_fields

@@ -1,7 +1,6 @@
 """`megabatch eval`, `search` and `report`, as a command line calls them."""
 
 import argparse
-import importlib
 import json
 import logging
 import shutil
@@ -11,10 +10,8 @@ import torch
 
 from megabatch.world import World
 from megabatch_train import cli, towers
-from megabatch_train.commands import embed as embed_command
 from megabatch_train.commands import eval as eval_command
-from megabatch_train.commands import report as report_command
-from megabatch_train.commands import search as search_command
+from megabatch_train.commands import find_command
 from megabatch_train.data.dataset import UnreadableSampleError
 from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import classifier, embed, encode, evaluate, results
@@ -102,9 +99,9 @@ def test_zero_shot(place, tmp_path, capsys):
 @pytest.mark.parametrize("query", ["", "  "])
 def test_an_empty_query_raises_an_error(place, query):
     with pytest.raises(ValueError, match=r"QUERY must be a text or the path of an image, got ' *', which is empty"):
-        call(search_command, place / "run", query)
+        call(find_command("search"), place / "run", query)
     with pytest.raises(ValueError, match=r"--query must not be empty"):
-        call(report_command, place / "run", "--query", query)
+        call(find_command("report"), place / "run", "--query", query)
 
 
 def test_eval_says_that_a_run_has_other_validation_sets(place, tmp_path, caplog):
@@ -144,7 +141,7 @@ def test_zero_shot_counts_captions_that_cannot_be_read(place):
 def test_search_by_text_draws_and_prints(place, tmp_path, capsys, monkeypatch):
     pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[train]"')
     sheet = tmp_path / "sheet.png"
-    assert call(search_command, place / "run", "red", "a blue one", "-k", 3, "--sheet", sheet) == 0
+    assert call(find_command("search"), place / "run", "red", "a blue one", "-k", 3, "--sheet", sheet) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "red"
     assert printed[5] == "a blue one"
@@ -157,8 +154,8 @@ def test_search_by_text_draws_and_prints(place, tmp_path, capsys, monkeypatch):
     found = {line.split()[1] for line in (*printed[2:5], *printed[7:10])}
     assert found <= set(named)
     assert {named[name] for name in found} <= pixels  # what is printed is drawn
-    monkeypatch.setattr("megabatch_train.evaluation.sheet.MOST_MATCHES", 5)
-    call(search_command, place / "run", "red", "-k", 99, "--sheet", sheet)
+    monkeypatch.setattr("megabatch_train.display.plots.MOST_MATCHES", 5)
+    call(find_command("search"), place / "run", "red", "-k", 99, "--sheet", sheet)
     printed = capsys.readouterr().out
     with pillow.open(sheet) as image:
         assert image.width == 14 + 190 + 5 * (96 + 14) + 14  # bounded, whatever k
@@ -170,11 +167,11 @@ def test_search_by_text_draws_and_prints(place, tmp_path, capsys, monkeypatch):
 
 def test_search_by_image(place, tmp_path, capsys):
     query = place / "images" / "3.png"
-    call(search_command, place / "run", query, "--among", "images", "-k", 2, "--sheet", tmp_path / "a.png")
+    call(find_command("search"), place / "run", query, "--among", "images", "-k", 2, "--sheet", tmp_path / "a.png")
     printed = capsys.readouterr().out.splitlines()
     files = [str(place / "images" / f"{number}.png") for number in (3, 8)]
     assert [line.split()[1:] for line in printed[2:4]] == [["yellow", file, "1.000"] for file in files]  # itself, and its like
-    call(search_command, place / "run", query, "-k", 10, "--sheet", tmp_path / "b.png")
+    call(find_command("search"), place / "run", query, "-k", 10, "--sheet", tmp_path / "b.png")
     printed = capsys.readouterr().out.splitlines()
     assert sorted(line.split()[1] for line in printed[2:-1]) == sorted(COLOURS)  # the captions, each once
 
@@ -187,7 +184,7 @@ def test_texts_and_images_in_one_search(place, tmp_path, capsys):
 
     def matches(*queries):
         root = ("--data", data, "-k", 4, "--sheet", tmp_path / "a.png")
-        call(search_command, place / "run", *queries, *root)
+        call(find_command("search"), place / "run", *queries, *root)
         return capsys.readouterr().out.splitlines()[:-1]  # without the name of the sheet
 
     shutil.copytree(place / "images", tmp_path, dirs_exist_ok=True)
@@ -202,7 +199,7 @@ def test_a_search_shows_an_image_with_several_captions_once(place, tmp_path, cap
     (folder / "pairs.csv").write_text("\n".join(["image,caption", *rows, ""]))
 
     def matches(query, *options):
-        call(search_command, place / "run", query, "-k", 6, "--json", *options)
+        call(find_command("search"), place / "run", query, "-k", 6, "--json", *options)
         (result,) = json.loads(capsys.readouterr().out)
         return result["matches"]
 
@@ -211,7 +208,7 @@ def test_a_search_shows_an_image_with_several_captions_once(place, tmp_path, cap
     assert {match["index"] for match in found} == {0, 2, 4}
     texts = matches("red", "--data", folder / "pairs.csv", "--among", "texts")
     assert len(texts) == 6
-    call(embed_command, place / "run", "--data", folder / "pairs.csv", "--output", tmp_path / f"images.{suffix}")
+    call(find_command("embed"), place / "run", "--data", folder / "pairs.csv", "--output", tmp_path / f"images.{suffix}")
     capsys.readouterr()
     stored = matches("red", "--embeddings", tmp_path / f"images.{suffix}")
     assert [match["index"] for match in stored] == [match["index"] for match in found]
@@ -224,7 +221,7 @@ def test_search_of_texts_among_texts(tmp_path, capsys):
     prompts = {"query_prompt": "ask: ", "document_prompt": "tell: "}
     towers.save(towers.load("small", ("text", "text"), **TINY, **prompts), tmp_path / "run")
     call(
-        *(search_command, tmp_path / "run", "word3", "--data", tmp_path / "pairs.jsonl", "-k", 2),
+        *(find_command("search"), tmp_path / "run", "word3", "--data", tmp_path / "pairs.jsonl", "-k", 2),
         *("--sheet", tmp_path / "sheet.png"),
     )
     printed = capsys.readouterr().out.splitlines()
@@ -234,7 +231,7 @@ def test_search_of_texts_among_texts(tmp_path, capsys):
     wanted = [f"the meaning of number {i} {score:.3f}" for score, i in zip(*map(torch.Tensor.tolist, best), strict=True)]
     assert [" ".join(line.split()[1:]) for line in printed[2:4]] == wanted
     with pytest.raises(ValueError, match=r"--among .* got image"):
-        call(search_command, tmp_path / "run", "word3", "--data", tmp_path / "pairs.jsonl", "--among", "images")
+        call(find_command("search"), tmp_path / "run", "word3", "--data", tmp_path / "pairs.jsonl", "--among", "images")
 
 
 def test_towers_by_name_need_data(place, tmp_path):
@@ -276,7 +273,7 @@ def test_columns_are_named_in_eval_and_search(place, tmp_path, capsys):
         columns = ("--columns", "image=file", "text=says")
         call(eval_command, place / "run", "--data", other, "--output", tmp_path / "a.jsonl", *columns)
         assert results.read(tmp_path / "a.jsonl")[0]["num_samples"] == 9
-        call(search_command, place / "run", "red", "--data", other, "--sheet", tmp_path / "sheet.png", *columns)
+        call(find_command("search"), place / "run", "red", "--data", other, "--sheet", tmp_path / "sheet.png", *columns)
         assert "yellow" in capsys.readouterr().out
         with pytest.raises(SystemExit):
             call(eval_command, place / "run", "--columns", "file")
@@ -309,11 +306,11 @@ def test_scored_pairs_have_a_correlation(tmp_path, capsys):
 
 def test_queries_that_cannot_be(place, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"an image that exists, got 'nowhere.png'"):
-        call(search_command, place / "run", "nowhere.png")
+        call(find_command("search"), place / "run", "nowhere.png")
     with pytest.raises(ValueError, match=r"QUERY .* read"):
-        call(search_command, place / "run", place / "images" / "7.png")
+        call(find_command("search"), place / "run", place / "images" / "7.png")
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
-        call(search_command, place / "run", "red", "-k", 0)
+        call(find_command("search"), place / "run", "red", "-k", 0)
 
 
 def test_commands_name_the_weights_they_use(place, tmp_path, caplog, capsys):
@@ -328,8 +325,8 @@ def test_commands_name_the_weights_they_use(place, tmp_path, caplog, capsys):
     last = f"weights: last of {run}, after step 40; the best weights are in {run / 'best'}, {best}"
     for command, *words in (
         (eval_command,),
-        (search_command, "red", "--sheet", tmp_path / "sheet.png"),
-        (report_command,),
+        (find_command("search"), "red", "--sheet", tmp_path / "sheet.png"),
+        (find_command("report"),),
     ):
         caplog.clear()
         call(command, run, *words)
@@ -341,14 +338,14 @@ def test_commands_name_the_weights_they_use(place, tmp_path, caplog, capsys):
 
 
 def test_report(place, capsys):
-    assert call(report_command, place / "run", "--query", "red") == 0
+    assert call(find_command("report"), place / "run", "--query", "red") == 0
     assert capsys.readouterr().out == f"wrote {place / 'run' / 'report.html'}\n"
     assert "<h3>red</h3>" in (place / "run" / "report.html").read_text("utf-8")
 
 
 def test_a_folder_without_a_run_has_no_report(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not the folder of a run"):
-        call(report_command, tmp_path)
+        call(find_command("report"), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -362,11 +359,11 @@ def test_eval_says_why_nothing_could_be_read(place, tmp_path):
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_help_teaches_in_a_hundred_columns(name, capsys):
-    parser, command = argparse.ArgumentParser(), importlib.import_module(f"megabatch_train.commands.{name}")
+    parser, command = argparse.ArgumentParser(), find_command(name)
     command.add_arguments(parser)
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])
     told = capsys.readouterr().out
     assert "  megabatch " in told
-    assert max(map(len, command.DESCRIPTION.splitlines())) <= 100
+    assert max(map(len, parser.description.splitlines())) <= 100
     assert all(action.help for action in parser._actions)

@@ -8,7 +8,7 @@ import pytest
 
 import word_pairs
 from megabatch_train import cli, settings
-from megabatch_train.commands.embed import sample
+from megabatch_train.commands.search import sample
 from megabatch_train.data import paths
 from megabatch_train.data.paths import Url
 from megabatch_train.data.tables import Table

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megabatch_train import towers
-from megabatch_train.commands import mine
+from megabatch_train.commands import find_command, mine
 from megabatch_train.data import dataset
 from megabatch_train.data.load import load
 from megabatch_train.data.rows import ImageFolder, is_plain
@@ -26,7 +26,7 @@ COLOURS = ("red", "green", "blue", "yellow", "black", "white", "gray")
 
 def call(command, *arguments):
     parser = argparse.ArgumentParser()
-    module = importlib.import_module(f"megabatch_train.commands.{command}")
+    module = find_command(command)
     module.add_arguments(parser)
     words = [str(argument) for argument in (*arguments, "--device", "cpu", "--chunk-size", "2")]
     return module.run(parser.parse_args(words))

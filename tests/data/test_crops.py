@@ -9,7 +9,7 @@ from megabatch.cached import ReplayMismatchError
 from megabatch_train.data import images
 from megabatch_train.data.dataset import UnreadableSampleError
 from megabatch_train.data.images import EncodedImage, RandomCrop, TrainingImages
-from megabatch_train.data.readers import ReaderProcesses
+from megabatch_train.data.loader import ReaderProcesses
 from photos import Files, picture, resized, stored
 
 Image = pytest.importorskip("PIL.Image", reason="images are made with Pillow")

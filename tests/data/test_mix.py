@@ -8,7 +8,7 @@ import torch
 import runs
 from megabatch_train.data import load as data
 from megabatch_train.data.load import Mix, parse_spec
-from megabatch_train.data.order import Mixture, Order
+from megabatch_train.data.loader import Mixture, Order
 
 MIXTURES = [
     Mixture((7, 30), (1.0, 1.0)),

@@ -14,8 +14,8 @@ import pytest
 from megabatch_train.data import load as data
 from megabatch_train.data import paths
 from megabatch_train.data.dataset import UnreadableSampleError
+from megabatch_train.data.loader import ReaderProcesses
 from megabatch_train.data.paths import RemoteError, Url
-from megabatch_train.data.readers import ReaderProcesses
 from megabatch_train.data.shards import Shards
 from megabatch_train.data.tables import Table
 from servers import FileServer

@@ -11,8 +11,8 @@ from concurrent.futures import Executor
 import pytest
 import torch
 
-from megabatch_train.data import readers
-from megabatch_train.data.readers import ReaderProcesses, open_readers
+from megabatch_train.data import loader
+from megabatch_train.data.loader import ReaderProcesses, open_readers
 
 
 class Counted:
@@ -107,13 +107,13 @@ def test_tensors_travel(value):
 
 def travelled(value):
     """The value after its way through a socket."""
-    from megabatch_train.data.readers import _dump, _load, _receive, _send
+    from megabatch_train.data.loader import _dump, _load, _receive, _send
 
     here, there = socket.socketpair()
     with here, there:
         sender = threading.Thread(target=_send, args=(here, _dump(value, {})))
         sender.start()
-        message = _receive(there, readers._Memory(pinned=False))
+        message = _receive(there, loader._Memory(pinned=False))
         sender.join()
     return _load(message, [])
 
@@ -148,9 +148,9 @@ def test_what_cannot_be_sent_is_read_by_threads(caplog):
 def test_tensors_share_slabs_and_never_memory(monkeypatch):
     """On a machine without a GPU ordinary memory takes the place of pinned memory."""
     empty = torch.empty
-    monkeypatch.setattr(readers.torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
-    monkeypatch.setattr(readers, "SLAB", 1000)
-    memory = readers._Memory(pinned=True)
+    monkeypatch.setattr(loader.torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
+    monkeypatch.setattr(loader, "SLAB", 1000)
+    memory = loader._Memory(pinned=True)
     sizes = [10, 100, 600, 200, 200, 5000, 0, 1, 300]
     types = [torch.uint8, torch.int64, torch.bfloat16]
     taken = [memory.take(types[i % 3], (size // 10, 2)).fill_(i) for i, size in enumerate(sizes)]

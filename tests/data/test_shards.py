@@ -10,7 +10,7 @@ import torch
 
 import megabatch as mb
 from megabatch_train.data import dataset
-from megabatch_train.data.order import Order
+from megabatch_train.data.loader import Order
 from megabatch_train.data.paths import expand_pattern
 from megabatch_train.data.shards import Shards
 

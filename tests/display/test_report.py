@@ -14,9 +14,8 @@ import torch
 import runs
 from megabatch_train import towers
 from megabatch_train.data.tables import Table
-from megabatch_train.display import plots
+from megabatch_train.display import observers, plots
 from megabatch_train.display import report as curves
-from megabatch_train.display import report as live
 from megabatch_train.display.report import gallery, write_report
 from megabatch_train.evaluation import encode, results
 from megabatch_train.export import write_card
@@ -390,11 +389,13 @@ def test_the_page_of_a_run_that_goes_on(tmp_path, monkeypatch, caplog):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.toml").write_text("data = 'nowhere.csv'\nbatch_size = 8\n")
-    now, report, seen = [100.0], live.LiveReport(), []
-    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(live, "write_report", lambda *given, **options: seen.append(write_report(*given, **options)))
+    now, report, seen = [100.0], observers.LiveReport(), []
+    monkeypatch.setattr(observers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(curves, "write_report", lambda *given, **options: seen.append(write_report(*given, **options)))
     report.start(types.SimpleNamespace(folder=folder))
-    for step, (seconds, pages) in enumerate(((1, 0), (live.EVERY, 1), (live.EVERY + 9, 1), (2 * live.EVERY, 2)), 1):
+    for step, (seconds, pages) in enumerate(
+        ((1, 0), (observers.EVERY, 1), (observers.EVERY + 9, 1), (2 * observers.EVERY, 2)), 1
+    ):
         results.append(folder / "metrics.jsonl", {"step": step, "loss": 1.0 / step, "pairs": 8})
         now[0] = 100.0 + seconds
         report.on_save(folder) if step % 2 else report.on_evaluation({})
@@ -406,8 +407,8 @@ def test_the_page_of_a_run_that_goes_on(tmp_path, monkeypatch, caplog):
     def fails(*given, **options):
         raise ValueError("a strange file")
 
-    monkeypatch.setattr(live, "write_report", fails)
+    monkeypatch.setattr(curves, "write_report", fails)
     for _ in range(2):  # the run goes on, with one warning
-        now[0] += live.EVERY
+        now[0] += observers.EVERY
         report.on_evaluation({})
     assert caplog.text.count("a strange file") == 1

@@ -5,7 +5,6 @@ numbers of rows that a block draws are cut down.
 """
 
 import argparse
-import importlib
 import json
 import re
 import shlex
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch_train import cli
+from megabatch_train.commands import find_command
 
 sys.path.insert(0, str(Path(__file__).parent))
 import code_blocks
@@ -208,7 +208,7 @@ def arguments_of_megabatch(words):
 def parsed(arguments):
     """As `cli.main` does before it runs a command."""
     parser, subparser = cli._parser(arguments[0])
-    importlib.import_module(f"megabatch_train.commands.{arguments[0]}").add_arguments(subparser)
+    find_command(arguments[0]).add_arguments(subparser)
     return parser.parse_args(arguments)
 
 

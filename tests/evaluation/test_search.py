@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from helpers import unit
+from megabatch_train.display.plots import GAP, PICTURE, QUERY_WIDTH, Found, draw_sheet
 from megabatch_train.evaluation import search
-from megabatch_train.evaluation.sheet import GAP, PICTURE, QUERY_WIDTH, Found, draw
 
 
 @pytest.mark.parametrize("k", [1, 5, 60])
@@ -31,7 +31,7 @@ def test_messages():
     with pytest.raises(ValueError, match=r"the dimension of the queries, 2, got shape \(3, 4\)"):
         search(torch.ones(1, 2), torch.ones(3, 4))
     with pytest.raises(ValueError, match="same length, at least 1, got 0 and 0"):
-        draw("never.png", [], [])
+        draw_sheet("never.png", [], [])
 
 
 def test_sheet_shows_pictures(tmp_path):
@@ -39,7 +39,7 @@ def test_sheet_shows_pictures(tmp_path):
     red = torch.tensor([255, 0, 0], dtype=torch.uint8)[:, None, None].expand(3, 10, 20)
     rows = [[Found(red, "a very long name that has to be broken", 0.5), Found("words", "x", 0.25)], []]
     path = tmp_path / "sheet.png"
-    draw(path, ["a query", red], rows, title="Title", credits=["somebody " * 40])
+    draw_sheet(path, ["a query", red], rows, title="Title", credits=["somebody " * 40])
     with image.open(path) as sheet:
         assert sheet.width == GAP + QUERY_WIDTH + 2 * (PICTURE + GAP) + GAP
         pixels = [sheet.getpixel((x, y)) for x in range(sheet.width) for y in range(sheet.height)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megabatch_train import towers
-from megabatch_train.commands import export as command
+from megabatch_train.commands import find_command
 from megabatch_train.data.images import to_pillow
 from megabatch_train.evaluation import encode
 from megabatch_train.towers import models
@@ -37,6 +37,7 @@ def needed(*packages):
 
 def call(*words):
     parser = argparse.ArgumentParser()
+    command = find_command("export")
     command.add_arguments(parser)
     return command.run(parser.parse_args([str(word) for word in words]))
 

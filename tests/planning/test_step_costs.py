@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch_train.planning import costs, gpus, report, step
+from megabatch_train.planning import costs, gpus, step
 from megabatch_train.planning.costs import INF_CL, LOCAL, MEGABATCH, VANILLA, loss_bytes
 from megabatch_train.planning.models import Model, ModelSide, nowhere, without_data
 from megabatch_train.planning.step import DEVICE, HOST, REPLAY, Setup
@@ -151,7 +151,7 @@ def test_nothing_fits():
     found = plan()
     tiny = replace(found, setup=replace(found.setup, gpu=replace(GPU, memory_gb=0.001)))
     assert tiny.largest(MEGABATCH, REPLAY) == 0
-    assert "Not even one pair per GPU fits" in report.advice(tiny)
+    assert "Not even one pair per GPU fits" in step.advice(tiny)
 
 
 def test_a_chunk_is_chosen_by_the_memory():
@@ -173,7 +173,7 @@ def test_is_it_my_loss_or_my_encoder(batch, gb, says):
     found = plan(optimizer="none")
     found = replace(found, setup=replace(found.setup, gpu=replace(GPU, memory_gb=gb)))
     whole = found.plain(batch, LOCAL)
-    assert report.verdict(found, batch).startswith(says), [whole.activations / 2**20, whole.loss / 2**20, whole.total / 2**20]
+    assert step.verdict(found, batch).startswith(says), [whole.activations / 2**20, whole.loss / 2**20, whole.total / 2**20]
 
 
 @pytest.mark.parametrize(

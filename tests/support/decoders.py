@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 import megabatch as mb
 from megabatch_train.towers.huggingface import TextEncoder
-from megabatch_train.towers.lora import LoraConfig, inject
-from megabatch_train.towers.tower import set_checkpointing
+from megabatch_train.towers.lora import inject
+from megabatch_train.towers.tower import LoraConfig, set_checkpointing
 
 SIZES = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64}

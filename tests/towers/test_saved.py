@@ -10,8 +10,8 @@ from megabatch_train import towers
 from megabatch_train.data.images import Augmentation
 from megabatch_train.evaluation import encode
 from megabatch_train.towers import huggingface
-from megabatch_train.towers.lora import LoraConfig
 from megabatch_train.towers.models import WEIGHTS, anchor
+from megabatch_train.towers.tower import LoraConfig
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import runs
-from megabatch.cached import batchnorm
+from megabatch.cached import second_pass
 from megabatch.world import World
 from megabatch_train.towers.tower import Pair, Tower
 from megabatch_train.trainer.build import Average
@@ -40,13 +40,13 @@ class Statistics(runs.Memory):
         self.module, self.seen = module, []
 
     def step(self, record):
-        self.seen.append({name: value.clone() for name, value in batchnorm.running_statistics(self.module).items()})
+        self.seen.append({name: value.clone() for name, value in second_pass.running_statistics(self.module).items()})
 
 
 def test_running_statistics_are_averaged_as_the_weights_are(tmp_path):
     pair = normalised()
     observer = Statistics(pair.first.module)
-    wanted = {name: value.clone() for name, value in batchnorm.running_statistics(pair.first.module).items()}
+    wanted = {name: value.clone() for name, value in second_pass.running_statistics(pair.first.module).items()}
     made = runs.trainer(tmp_path, SETTINGS, pair=pair, observers=[observer])
     made.fit()
     for step, seen in enumerate(observer.seen, start=1):
@@ -99,7 +99,7 @@ def test_a_step_that_is_done_again_moves_the_statistics_once(tmp_path):
     for trainer in (made, wanted):
         trainer.fit()
     for side, other in zip(made.pair.towers, wanted.pair.towers, strict=True):
-        found, expected = (batchnorm.running_statistics(tower.module) for tower in (side, other))
+        found, expected = (second_pass.running_statistics(tower.module) for tower in (side, other))
         assert runs.same_bits(found, expected) == []
 
 

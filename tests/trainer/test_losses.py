@@ -147,11 +147,11 @@ def test_a_step_with_hard_negatives_is_the_loss_with_them(place):
     assert call("--data", "hard.jsonl", "--loss", "info_nce", "--steps", "1", "--output", "mine", "--set", "seed=3") == 0
     config = settings.read("mine/config.toml")
     torch.manual_seed(0)
-    from megabatch.cached import randomness
+    from megabatch.cached import second_pass
 
-    randomness.seed_host(3)
+    second_pass.seed_host(3)
     pair = towers.load("small", ("text", "text"), **config["model_options"])
-    from megabatch_train.data.order import Order
+    from megabatch_train.data.loader import Order
 
     (batch,) = Order(12, 6, 3).batches(0, 1)
     indices, table = batch.indices.tolist(), Table("hard.jsonl")

@@ -13,7 +13,7 @@ from torch import nn
 import runs
 from helpers import PATIENCE
 from megabatch.world import World
-from megabatch_train.data import images, readers
+from megabatch_train.data import images, loader
 from megabatch_train.data.images import RandomCrop, TrainingImages
 from megabatch_train.data.shards import Shards
 from megabatch_train.towers.tower import Pair, Tower
@@ -104,8 +104,8 @@ def test_the_same_bits_whoever_reads_and_how_often(photos):
 @pytest.mark.thorough
 def test_the_same_bits_if_processes_read(photos, monkeypatch):
     wanted = trained(photos / "plain", photos)
-    opened = functools.partial(_as_processes, readers.open_readers)
-    monkeypatch.setattr(loop.readers, "open_readers", opened)
+    opened = functools.partial(_as_processes, loader.open_readers)
+    monkeypatch.setattr(loop.loader, "open_readers", opened)
     assert runs.same_bits(trained(photos / "processes", photos, workers=1), wanted) == []
 
 

@@ -8,7 +8,7 @@ import torch
 import runs
 from helpers import dense_clip, dense_siglip
 from megabatch.world import LostRankError, World
-from megabatch_train.data.order import Order
+from megabatch_train.data.loader import Order
 from megabatch_train.display.observers import TensorBoardLog
 from megabatch_train.evaluation import results
 from megabatch_train.trainer.build import build_optimizer

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch.cached import randomness
+from megabatch.cached import second_pass
 from megabatch.cached.sources import Source, Span
 from megabatch.cached.streaming import copy_to, produce_chunks
 
@@ -312,11 +312,11 @@ def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any,
     in_thread = threading.current_thread() is not threading.main_thread()
     with ExitStack() as cleanup:
         if not in_thread:
-            cleanup.enter_context(randomness.preserve_generators(()))
+            cleanup.enter_context(second_pass.preserve_generators(()))
         results = []
         for position, reference, seed in work:
             if not in_thread:
-                randomness.seed_host(seed)
+                second_pass.seed_host(seed)
             try:
                 sample = read(reference, torch.Generator().manual_seed(seed))
             except ConnectionError:  # the sample is not the cause, and the message names the server

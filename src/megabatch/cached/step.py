@@ -8,11 +8,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch.cached import batchnorm, randomness
+from megabatch.cached import second_pass
 from megabatch.cached.memory import ALL, AUTO, COPIES_OF_EMBEDDINGS, Budget, Keeper, parameters_in
-from megabatch.cached.sharding import Reductions, ShardRanks, find_unreached
 from megabatch.cached.streaming import BACKWARD, FORWARD, LOSS, phase
-from megabatch.cached.tower import DEVICE, HOST, Encoded, Role
+from megabatch.cached.tower import DEVICE, HOST, Encoded, Reductions, Role, ShardRanks, find_unreached
 from megabatch.world import default_group
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -190,12 +189,12 @@ def cached_backward(
     step = _Step(roles, scaler, sync, embeddings, on_chunk)
     step.equalize_passes()
     for role in roles:
-        batchnorm.warn(role.batch_norms, role.name, role.chunk_size, len(role.source))
+        second_pass.warn_about_batch_norms(role.batch_norms, role.name, role.chunk_size, len(role.source))
     try:
         with phase(FORWARD):
             step.encode(budget, budget_fraction)
         for role in roles:  # here, because some layers are found only when a tower is called
-            batchnorm.warn(role.batch_norms, role.name, role.chunk_size, len(role.source))
+            second_pass.warn_about_batch_norms(role.batch_norms, role.name, role.chunk_size, len(role.source))
         with phase(LOSS):
             loss = step.differentiate(loss_fn)
         with phase(BACKWARD):
@@ -259,7 +258,7 @@ class _Step:
     def _encode_chunk(self, role: Role, i: int, inputs: Any, keeper: Keeper) -> None:
         rows, with_graph = role.rows(i), role.trains and keeper.should_build()
         if role.trains:
-            role.states[i] = randomness.capture(role.devices, role.states.get(i - 1))
+            role.states[i] = second_pass.capture_generators(role.devices, role.states.get(i - 1))
         held = self.reductions.hold_back(role.index) if with_graph else nullcontext()
         without_trace = nullcontext() if rows else _without_trace(role)
         first = role.keep_called_wrappers() if i == 0 else nullcontext()
@@ -316,11 +315,11 @@ class _Step:
         learning = [role for role in self.roles if role.trains]
         self.reductions.schedule([role.index for role in learning if len(role.kept) < role.passes])
         progress = self._progress(BACKWARD, sum(role.passes for role in learning))
-        after = randomness.capture({device for role in self.roles for device in role.devices})
+        after = second_pass.capture_generators({device for role in self.roles for device in role.devices})
         try:
             for role in learning:  # kept graphs first, so that their memory is free for the other chunks
                 for i in list(role.kept):
-                    with self.reductions.hold_back(role.index), batchnorm.restore_running_statistics(role.batch_norms):
+                    with self.reductions.hold_back(role.index), second_pass.restore_running_statistics(role.batch_norms):
                         self._backpropagate(role, i, role.kept.pop(i), ())
                     role.states.pop(i)
                     progress(role)
@@ -328,12 +327,12 @@ class _Step:
                 self._encode_again(role, progress)
             for index in self.reductions.find_unreduced([role.index for role in learning if role.trains]):
                 role = self.roles[index]
-                kept = batchnorm.keep_running_statistics(role.batch_norms)
+                kept = second_pass.keep_running_statistics(role.batch_norms)
                 with self.reductions.last_pass(index) as reducing, kept, _without_trace(role), self._graph(True):
                     placeholder = role.encode(role.source.placeholder(role.device), 0)
                     self._backpropagate(role, role.passes, placeholder, reducing)
         finally:
-            randomness.restore(after)
+            second_pass.restore_generators(after)
         if not self.loss_trains and not any(role.trains for role in self.roles):
             raise ValueError(_NOTHING_TO_TRAIN)
         for role in learning:
@@ -345,9 +344,9 @@ class _Step:
         with closing(role.chunks(again)) as chunks:
             for i, inputs in chunks:
                 last = i == again[-1]
-                randomness.restore(role.states.pop(i))
+                second_pass.restore_generators(role.states.pop(i))
                 around = self.reductions.last_pass(role.index) if last else self.reductions.hold_back(role.index)
-                with around as reducing, batchnorm.keep_running_statistics(role.batch_norms):
+                with around as reducing, second_pass.keep_running_statistics(role.batch_norms):
                     with nullcontext() if role.rows(i) else _without_trace(role), self._graph(True):
                         encoded = role.encode(inputs, role.rows(i))
                     if not _has_graph(encoded):
@@ -408,7 +407,7 @@ def _has_graph(encoded: Encoded) -> bool:
 @contextmanager
 def _without_trace(role: Role) -> Iterator[None]:
     """Leaves random generators and running statistics unchanged by the pass of a dummy sample."""
-    with randomness.preserve_generators(role.devices), batchnorm.use_running_statistics(role.batch_norms):
+    with second_pass.preserve_generators(role.devices), second_pass.use_running_statistics(role.batch_norms):
         yield
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch import extras
-from megabatch.cached import batchnorm
+from megabatch.cached import second_pass
 from megabatch.cached.sources import from_mask, longest_first
 from megabatch.dispatch import Backend
 from megabatch.integrations.wrapping import LearnedScale, candidate_scores, differentiate, ranking_loss
@@ -366,7 +366,7 @@ class _Order:
 
         They are not sorted for a model with batch normalization, because its statistics depend on the texts of a mini-batch.
         """
-        columns, sorting = list(columns), self.enabled and not batchnorm.layers([model])
+        columns, sorting = list(columns), self.enabled and not second_pass.list_batch_norms([model])
         self._orders = [_longest_first(column) if sorting else None for column in columns]
         try:
             yield [

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 from megabatch.dispatch import constant, transforms_are_active
-from megabatch.ring.lap import Tensors
 from megabatch.ring.passes import RingPasses, RingTriangle
-from megabatch.ring.ranks import Ranks, agree, choose_route
+from megabatch.ring.ranks import Ranks, Tensors, agree, choose_route
 from megabatch.tiles.block import (
     FLOAT16,
     Block,
@@ -30,7 +29,7 @@ from megabatch.tiles.block import (
     backend_for,
     sums_dtype,
 )
-from megabatch.tiles.symmetric import Triangle
+from megabatch.tiles.plan import Triangle
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Operators under `torch.func`: grad, vjp, jacrev and vmap work, and forward mode raises an error.

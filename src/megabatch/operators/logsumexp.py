@@ -22,8 +22,8 @@ from megabatch.operators.autograd import (
 )
 from megabatch.ring.passes import RingTriangle
 from megabatch.tiles.block import EAGER, TRITON, Block, Needs, accumulator_dtype, matching_logits_in_float64, sums_dtype
+from megabatch.tiles.plan import SameLabel, Triangle, TriangleSide
 from megabatch.tiles.sums import LOG_SUM_PLANES, SOFT_SUM_PLANES, LogSum, SoftSum
-from megabatch.tiles.symmetric import SameLabel, Triangle, TriangleSide
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Logsumexps of the rows of the logits, and optionally of the columns, from one pass. Backward is one more pass.

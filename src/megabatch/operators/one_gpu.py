@@ -18,7 +18,7 @@ from torch import Tensor
 from megabatch.dispatch import Execution
 from megabatch.operators.autograd import scale_gradients, use_device_of
 from megabatch.tiles.block import Block, Needs, by_matmul_setting, round_to_precision
-from megabatch.tiles.symmetric import SameId
+from megabatch.tiles.plan import SameId
 
 
 def cross_entropy_loss(

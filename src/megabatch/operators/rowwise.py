@@ -15,12 +15,11 @@ from megabatch.operators.autograd import (
     passes_for,
     statistic,
 )
-from megabatch.ring.lap import Tensors
-from megabatch.ring.ranks import Ranks, agree
+from megabatch.ring.ranks import Ranks, Tensors, agree
 from megabatch.tiles import plan
 from megabatch.tiles.block import EAGER, TRITON, Block, by_matmul_setting, round_logits, round_to_precision, windows
 from megabatch.tiles.eager import rank_noise
-from megabatch.tiles.symmetric import SameId
+from megabatch.tiles.plan import SameId
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The dot products of matching pairs, ⟨x_i, y_i⟩, without a pass over a block: O(N·D), forward and backward.
@@ -72,7 +71,7 @@ derivative(matching, matching_backward, MatchingInputs, learned=2, results=1, ma
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The mean logit of a row and the other rows with its label. It needs no matrix, only sums over labels (`tiles.symmetric`).
+# The mean logit of a row and the other rows with its label. It needs no matrix, only sums over labels (`tiles.plan`).
 
 
 class PositivesInputs(NamedTuple):

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megabatch.ring.lap import Lap, Merge, Tensors, Work
-from megabatch.ring.ranks import Ranks
+from megabatch.ring.ranks import Lap, Merge, Ranks, Tensors, Work
 from megabatch.ring.routes import Route
 from megabatch.tiles import plan
 from megabatch.tiles.block import (
@@ -22,8 +21,8 @@ from megabatch.tiles.block import (
     matching_logits,
     windows,
 )
+from megabatch.tiles.plan import Rectangle, Triangle, TriangleSide, part_of
 from megabatch.tiles.sums import Best, LogSum, SoftSum
-from megabatch.tiles.symmetric import Rectangle, Triangle, TriangleSide, part_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The passes over all ranks. Each method wraps the method of an engine with the same name.

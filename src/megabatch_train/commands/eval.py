@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabatch_train.commands import describe, model
-from megabatch_train.commands.model import add_dim, add_model_arguments
+from megabatch_train import commands
+from megabatch_train.commands import add_dim, add_model_arguments, describe
 from megabatch_train.names import redact, tell
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     with join_world(args.device) as world, context as workers:
         if world.rank != 0:
             LOG.setLevel(logging.WARNING)
-        inputs = model.choose(args, world.device)
+        inputs = commands.choose(args, world.device)
         if world.rank == 0 and args.data is None and inputs.folder is not None:
             _name_others(inputs.folder, inputs.data)
         if args.zero_shot:
@@ -123,7 +123,7 @@ def classify(
     if dataset.sides[0] != IMAGE:
         raise ValueError(f"--zero-shot needs data with images, got {dataset.sides[0]} and {dataset.sides[1]}")
     captions = [read_or_none(dataset, index, 1) for index in range(len(dataset))]
-    names = list(model.lines_of(args.classes)) if args.classes else sorted({text for text in captions if text is not None})
+    names = list(commands.lines_of(args.classes)) if args.classes else sorted({text for text in captions if text is not None})
     duplicate = next((name for name, count in Counter(names).items() if count > 1), None)
     if duplicate is not None:
         raise ValueError(f"--classes must name each class once, got {duplicate!r} more than once in {args.classes}")
@@ -131,7 +131,7 @@ def classify(
     unknown = next((text for text in captions if text is not None and text not in numbers_of), None)
     if unknown is not None:
         raise ValueError(f"--classes must contain every caption of the data, but {unknown!r} is missing")
-    templates = model.lines_of(args.templates) if args.templates else TEMPLATES
+    templates = commands.lines_of(args.templates) if args.templates else TEMPLATES
     classes = classifier(lambda texts: encode(pair.second, texts), names, templates)
     indices = [index for index in range(world.rank, len(dataset), world.size) if captions[index] is not None]
     images = embed(pair.first, dataset, 0, indices, chunk_size=args.chunk_size, workers=workers)

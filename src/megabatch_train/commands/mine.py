@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabatch import extras, file_io
-from megabatch_train.commands import describe, model, parse_positive_int
-from megabatch_train.commands.model import add_model_arguments
+from megabatch_train import commands
+from megabatch_train.commands import add_model_arguments, describe, parse_positive_int
 from megabatch_train.names import redact, tell
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     with join_world(args.device) as world:
         if world.size > 1:
             raise ValueError(f"megabatch mine must run in one process, got {world.size}; start it without torchrun")
-        inputs = model.choose(args, world.device, training=True)
+        inputs = commands.choose(args, world.device, training=True)
         inputs.check_kinds([0, 1])
         inputs.keep_data([output])
         file_io.remove_leftovers(output.parent, output.name.__eq__)  # of a killed command
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 class Mine:
     """Computes the embeddings of both sides, and writes the table as JSON lines. At the end it can convert them to Parquet."""
 
-    def __init__(self, inputs: model.ModelAndData, output: Path, args: argparse.Namespace) -> None:
+    def __init__(self, inputs: commands.ModelAndData, output: Path, args: argparse.Namespace) -> None:
         from megabatch_train.data.dataset import IMAGE
         from megabatch_train.evaluation import embedding
         from megabatch_train.evaluation.embedding import read_or_none

@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan. Returns 2 if an argument is not valid."""
     import torch
 
-    from megabatch_train.planning import models, report, step
+    from megabatch_train.planning import models, step
 
     try:
         setup = _build_setup(args)
@@ -160,23 +160,23 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, ModuleNotFoundError) as error:
         print(f"megabatch plan: {error}", file=sys.stderr)
         return 2
-    text = report.text(plan, args.batch_size)
+    text = step.format_plan(plan, args.batch_size)
     print(text, end="")
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "plan.txt").write_text(text)
-        (args.output / "plan.json").write_text(json.dumps(report.data(plan, args.batch_size), indent=1) + "\n")
+        (args.output / "plan.json").write_text(json.dumps(step.plan_values(plan, args.batch_size), indent=1) + "\n")
         print(f"Written to {args.output}: plan.txt, plan.json" + _draw_plots(plan, args))
     return 0
 
 
 def _draw_plots(plan: step.Plan, args: argparse.Namespace) -> str:
     from megabatch_train.display.plots import available
-    from megabatch_train.planning import report
+    from megabatch_train.planning import step
 
     if not available():
         return f"; no plots, because matplotlib is not installed ({extras.install_command('matplotlib')})"
-    report.draw(plan, args.batch_size, args.output / "plan.png", args.output / "plan.svg")
+    step.draw_plan(plan, args.batch_size, args.output / "plan.png", args.output / "plan.svg")
     return ", plan.png, plan.svg"
 
 

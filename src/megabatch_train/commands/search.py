@@ -1,4 +1,4 @@
-"""`megabatch search`: prints the best matches of texts or images, and draws a contact sheet, or prints JSON."""
+"""The commands `megabatch embed`, which writes embeddings, and `megabatch search`, which finds the best matches in data."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabatch_train.commands import describe, model
-from megabatch_train.commands.embed import sample
-from megabatch_train.commands.model import add_dim, add_model_arguments
+from megabatch_train import commands
+from megabatch_train.commands import Command, add_dim, add_model_arguments, describe
 from megabatch_train.names import redact, tell
 
 if TYPE_CHECKING:
@@ -23,16 +23,130 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megabatch_train.data.dataset import Dataset
+    from megabatch_train.display.plots import Found, Shown
     from megabatch_train.display.tables import TextTable
     from megabatch_train.evaluation import embedding
-    from megabatch_train.evaluation.sheet import Found, Shown
     from megabatch_train.towers import Pair, Tower
 
-
 LOG = logging.getLogger("megabatch")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `megabatch embed`: writes the embeddings of one side of the data to a NumPy or Parquet file.
+
+SIDES = ("images", "texts", "queries", "documents")
+EMBED_DESCRIPTION = """
+Writes the embeddings of one side of the data. They are float32, have unit length, and keep the
+order of the data.
+
+  megabatch embed runs/photos --data photos/ --output photos.npy       a folder of images
+  megabatch embed runs/photos --data pairs.csv --output photos.parquet
+  megabatch embed runs/photos --data pairs.csv --side texts --output texts.npy
+  megabatch embed runs/photos --data photos/ --dim 128 --output small.npy
+  megabatch search runs/photos "dog on a beach" --embeddings photos.npy
+
+A .parquet file has one row per sample with the columns name, path, text and embedding. A .npy file
+has one row per sample, too. Two files in the same folder describe it: a .jsonl file lists the
+samples, and a .json file names the model and the data. If a sample cannot be read, its row is NaN.
+
+The command collects embeddings in the folder OUTPUT.work and removes this folder at the end. If the
+command was stopped, call it again to continue.
+"""
+
+
+def add_embed_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `megabatch embed`."""
+    describe(parser, EMBED_DESCRIPTION)
+    add_model_arguments(parser)
+    add_dim(parser)
+    parser.add_argument("--output", required=True, metavar="FILE", help="file to write, with the suffix .npy or .parquet")
+    parser.add_argument("--side", choices=SIDES, help="side of the data to embed (default: images, or documents of text pairs)")
+
+
+def run_embed(args: argparse.Namespace) -> int:
+    """Computes the embeddings and writes the file."""
+    from megabatch.world import join_world
+    from megabatch_train.evaluation import embedding
+
+    output = Path(args.output)
+    embedding.check_output(output)
+    with join_world(args.device) as world:
+        if world.size > 1:
+            raise ValueError(f"megabatch embed must run in one process, got {world.size}; start it without torchrun")
+        inputs = commands.choose(args, world.device, allow_images_only=True)
+        inputs.keep_data(embedding.targets(output))
+        dataset, side = inputs.dataset, find_side(inputs.dataset, args.side)
+        inputs.check_kinds([side])
+        about = {
+            "model": args.model,
+            "weights": embedding.fingerprint(inputs.pair),
+            "data": redact(inputs.data),
+            "split": inputs.split,
+            "sides": list(dataset.sides),
+            "side": side,
+            "dim": args.dim,
+            "samples": embedding.digest((_identify(dataset, index, side) for index in range(len(dataset))), len(dataset)),
+        }
+        work = embedding.work_folder(output)
+        embedding.continue_or_begin(work, about)
+        rows = embedding.Stored(work / "rows", len(dataset))
+        rows.fill(inputs.pair.towers[side], dataset, side, chunk_size=args.chunk_size, workers=args.workers)
+    embedding.write(output, rows, (sample(dataset, index, side) for index in range(len(dataset))), about)
+    unreadable = int(rows.rows()[:, 0].isnan().sum())
+    shutil.rmtree(work)
+    tell(
+        f"wrote {rows.done:,} embeddings of {rows.dim} dimensions to {output}"
+        + (f"; {unreadable:,} samples could not be read, so their rows are NaN" if unreadable else "")
+    )
+    return 0
+
+
+def find_side(dataset: Dataset, name: str | None) -> int:
+    """Returns the index of the side with this name. The names are images and texts, or queries and documents."""
+    from megabatch_train.data.dataset import IMAGE
+
+    sides = SIDES[:2] if dataset.sides[0] == IMAGE else SIDES[2:]
+    side = name or (sides[0] if dataset.sides[0] == IMAGE else sides[1])
+    if side not in sides:
+        raise ValueError(f"--side must be {' or '.join(sides)} for this data, got {side}")
+    return sides.index(side)
+
+
+def sample(dataset: Dataset, index: int, side: int) -> dict[str, Any]:
+    """Returns the name, the path and the text of a sample. The text of an image is its caption."""
+    from megabatch_train.data.dataset import TEXT
+    from megabatch_train.evaluation import embedding
+    from megabatch_train.evaluation.embedding import read_or_none
+
+    text = read_or_none(dataset, index, side if dataset.sides[side] == TEXT else 1)
+    values = dict(zip(embedding.SAMPLE, (redact(dataset.name(index)), redact(dataset.place(index)), text), strict=True))
+    # A path may contain half of a surrogate pair, which UTF-8 cannot encode.
+    return {key: value and value.encode("utf-8", "backslashreplace").decode() for key, value in values.items()}
+
+
+def _identify(dataset: Dataset, index: int, side: int) -> Any:
+    """Returns a value that changes with the sample. For an image file it is path, size and date, so no file is read."""
+    from megabatch_train.data.dataset import IMAGE
+    from megabatch_train.data.paths import is_url
+    from megabatch_train.evaluation.embedding import read_stored_or_none
+
+    path = dataset.place(index) if dataset.sides[side] == IMAGE else None
+    if path is None:
+        return read_stored_or_none(dataset, index, side)
+    if is_url(path):
+        return redact(path)  # as in the cache, the file at a URL is assumed not to change; a token in the URL may change
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):  # the file is missing, or the text is not a path
+        return path
+    return path, status.st_size, status.st_mtime_ns
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `megabatch search`: prints the best matches of texts or images, and draws a contact sheet, or prints JSON.
+
 KINDS = {"images": "image", "texts": "text"}  # value of --among → kind of the side (`data.dataset`)
 SHEET = "found.png"
-DESCRIPTION = """
+SEARCH_DESCRIPTION = """
 Searches data for the best matches of queries. A query is a text or the path of an image.
 
   megabatch search runs/emoji "smiling cat" "red heart"     find images for texts
@@ -52,9 +166,9 @@ encodes only the queries. It cuts them to the dimension of the file.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch search`."""
-    describe(parser, DESCRIPTION)
+    describe(parser, SEARCH_DESCRIPTION)
     add_model_arguments(parser)
     parser.add_argument("queries", nargs="+", metavar="QUERY", help="text, or path of an image")
     parser.add_argument("-k", type=int, default=8, help="number of matches per query (default: %(default)s)")
@@ -88,7 +202,7 @@ class Match:
 class Data:
     """A dataset to search. Its samples are encoded chunk by chunk."""
 
-    def __init__(self, inputs: model.ModelAndData, args: argparse.Namespace) -> None:
+    def __init__(self, inputs: commands.ModelAndData, args: argparse.Namespace) -> None:
         self.inputs, self.dataset, self.args = inputs, inputs.dataset, args
         self.name, self.credits, self.failures = redact(inputs.data), inputs.dataset.credits, inputs.dataset.failures
         self._pictures: Dataset | None = None
@@ -125,11 +239,10 @@ class Data:
     def show(self, match: Match, side: int) -> Found:
         """Returns a match for the contact sheet: the image with its caption, or the searched text with the other text."""
         from megabatch_train.data.dataset import IMAGE
-        from megabatch_train.evaluation import sheet
+        from megabatch_train.display.plots import PICTURE, Found
         from megabatch_train.evaluation.embedding import read_or_none
-        from megabatch_train.evaluation.sheet import Found
 
-        pictures = self._pictures = self._pictures or self.inputs.redraw(sheet.PICTURE)
+        pictures = self._pictures = self._pictures or self.inputs.redraw(PICTURE)
         shown = pictures.sides.index(IMAGE) if IMAGE in pictures.sides else side
         sides = (read_or_none(pictures, match.index, which) for which in (shown, 1 - shown))
         first, second = ("cannot be read" if value is None else value for value in sides)
@@ -177,7 +290,7 @@ class Embeddings:
         """Returns the image if its file can be read, or else its text."""
         from megabatch_train.data import images
         from megabatch_train.data.dataset import UnreadableSampleError
-        from megabatch_train.evaluation.sheet import Found
+        from megabatch_train.display.plots import Found
 
         text = match.text or match.name or ""
         try:
@@ -187,10 +300,10 @@ class Embeddings:
             return Found(text, match.name or "", match.similarity)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_search(args: argparse.Namespace) -> int:
     """Searches, prints the matches and draws the contact sheet."""
     from megabatch.world import join_world
-    from megabatch_train.evaluation import sheet
+    from megabatch_train.display import plots
 
     with join_world(args.device) as world:
         if world.size > 1:
@@ -207,15 +320,15 @@ def run(args: argparse.Namespace) -> int:
     sheet_path = args.sheet or (None if args.json else SHEET)
     if sheet_path is not None:
         sheet_rows = [
-            [source.show(match, side) for match, side in row[: sheet.MOST_MATCHES]] for row in results[: sheet.MOST_QUERIES]
+            [source.show(match, side) for match, side in row[: plots.MOST_MATCHES]] for row in results[: plots.MOST_QUERIES]
         ]
         title = f"{source.name}, searched with {args.model}"
-        sheet.draw(sheet_path, queries[: len(sheet_rows)], sheet_rows, title=title, credits=source.credits)
+        plots.draw_sheet(sheet_path, queries[: len(sheet_rows)], sheet_rows, title=title, credits=source.credits)
     if sheet_path is not None and not args.json:
-        is_cut = args.k > sheet.MOST_MATCHES or len(queries) > sheet.MOST_QUERIES
+        is_cut = args.k > plots.MOST_MATCHES or len(queries) > plots.MOST_QUERIES
         tell(
             f"wrote {sheet_path}"
-            + (f" (the first {sheet.MOST_MATCHES} matches of the first {len(sheet_rows)} queries)" if is_cut else "")
+            + (f" (the first {plots.MOST_MATCHES} matches of the first {len(sheet_rows)} queries)" if is_cut else "")
         )
     if source.failures:
         message = f"{len(source.failures):,} samples could not be read; the first: {next(iter(source.failures.values()))}"
@@ -260,13 +373,13 @@ def _load_source(args: argparse.Namespace, device: torch.device) -> tuple[Pair, 
     from megabatch_train.evaluation import embedding
 
     if not args.embeddings:
-        inputs = model.choose(args, device, allow_images_only=True)
+        inputs = commands.choose(args, device, allow_images_only=True)
         return inputs.pair, Data(inputs, args)
     options = [name for name in ("data", "columns", "split", "among") if getattr(args, name) is not None]
     if options:
         raise ValueError(f"--{options[0]} cannot be used with --embeddings, because the file determines it")
     saved = embedding.Saved(Path(args.embeddings))
-    pair = model.load_pair(args.model, device, tuple(saved.about["sides"]), trust=args.trust_remote_code)
+    pair = commands.load_pair(args.model, device, tuple(saved.about["sides"]), trust=args.trust_remote_code)
     if embedding.fingerprint(pair) != saved.about["weights"]:
         raise ValueError(
             f"--embeddings must have the same model and weights, got {args.embeddings} of {saved.about['model']!r}; run "
@@ -279,7 +392,7 @@ def _load_source(args: argparse.Namespace, device: torch.device) -> tuple[Pair, 
             f"--dim must equal the dimension of --embeddings, its default, got {args.dim} for a file of {dims_in_words}"
         )
     if dim is not None:
-        model.truncate_pair(pair, dim, model.run_of(args.model))
+        commands.truncate_pair(pair, dim, commands.run_of(args.model))
     LOG.info("data: %s, %s embeddings of %s", args.embeddings, f"{len(saved.samples):,}", saved.about.get("data"))
     return pair, Embeddings(saved)
 
@@ -310,3 +423,9 @@ def _choose_encoder(pair: Pair, kind: str, *, other: int) -> Tower:
     if pair.towers[other].kind == kind:
         return pair.towers[other]
     raise ValueError(f"QUERY must be of a kind that the model encodes, {pair.first.kind} or {pair.second.kind}, got {kind}")
+
+
+COMMANDS = {
+    "embed": Command(add_embed_arguments, run_embed),
+    "search": Command(add_search_arguments, run_search),
+}

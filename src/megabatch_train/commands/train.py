@@ -17,10 +17,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabatch import extras
 from megabatch_train import settings
-from megabatch_train.commands import CHUNK_HELP, DATA_HELP, LORA_HELP, RUNS, WORKERS_HELP, describe
-from megabatch_train.commands.config import SourceField, read_fields
-from megabatch_train.commands.model import add_columns, add_trust, describe_runs, list_runs
+from megabatch_train.commands import (
+    CHUNK_HELP,
+    DATA_HELP,
+    LORA_HELP,
+    RUNS,
+    WORKERS_HELP,
+    add_columns,
+    add_trust,
+    describe,
+    describe_runs,
+    list_runs,
+)
 from megabatch_train.names import format_row, sanitize
+from megabatch_train.settings import SourceField, read_fields
 
 if TYPE_CHECKING:
     from megabatch.world import World
@@ -360,13 +370,13 @@ def _lock_folder(folder: Path, world: World, args: argparse.Namespace, stack: Ex
 
 
 def _build_trainer(config: TrainConfig, folder: Path, world: World, observers: Sequence[Observer]) -> Trainer:
-    from megabatch.cached import randomness
+    from megabatch.cached import second_pass
     from megabatch_train import towers
     from megabatch_train.data import load as data
     from megabatch_train.towers.models import image_size
     from megabatch_train.trainer.loop import Trainer
 
-    randomness.seed_host(config.seed)
+    second_pass.seed_host(config.seed)
     size = image_size(config.model, config.model_options)
     split = "train" if config.holdout else None
     dataset = data.load(config.data, split, size=size, holdout=config.holdout, **config.data_options)
@@ -451,7 +461,7 @@ def _list_observers(args: argparse.Namespace) -> list[Observer]:
 
         observers.append(TensorBoardLog())
     if not args.no_report:
-        from megabatch_train.display.report import LiveReport
+        from megabatch_train.display.observers import LiveReport
 
         observers.append(LiveReport())
     if args.wandb:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megabatch.cached.replay import Checked, ReplaySource, checksum, sample_seed
 from megabatch.cached.sources import Source
-from megabatch_train.data.order import Mixture
+from megabatch_train.data.loader import Mixture
 
 LOG = logging.getLogger("megabatch")
 

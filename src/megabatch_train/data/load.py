@@ -30,7 +30,7 @@ from megabatch_train.data.dataset import (
     number_values,
     text_id,
 )
-from megabatch_train.data.order import Mixture
+from megabatch_train.data.loader import Mixture
 from megabatch_train.data.paths import Url, has_magic, is_url, place
 from megabatch_train.data.rows import Folders, class_folders, has_captions
 from megabatch_train.data.shards import Shards

@@ -1,4 +1,4 @@
-"""Observers that show the progress of a run in the terminal, in TensorBoard, or in Weights & Biases."""
+"""Observers that show the progress of a run in the terminal, in its report, in TensorBoard, or in Weights & Biases."""
 
 import contextlib
 import dataclasses
@@ -144,6 +144,53 @@ class ProgressDisplay:
             self._bar.console.print(sanitize(line), markup=False, highlight=False)
         else:
             tell(line, self._output)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The report of a run that continues. An observer writes the page every few minutes, without search results.
+
+REPORT = "report.html"  # name of the page in the folder of the run
+EVERY = 300.0  # seconds between two pages; writing one takes about a second of the training thread
+
+
+class LiveReport:
+    """An observer that writes report.html after a checkpoint or an evaluation, at most every `EVERY` seconds."""
+
+    def __init__(self) -> None:
+        self._folder, self._written, self._works = Path(), 0.0, True
+
+    def start(self, run: Any) -> None:
+        """Called when the run starts. The first page is written after `EVERY` seconds."""
+        self._folder, self._written = run.folder, time.monotonic()
+        LOG.info("%s", format_row("report", f"{self._folder / REPORT}, written every {EVERY / 60:.0f} minutes"))
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Does nothing."""
+
+    def on_evaluation(self, record: dict[str, Any]) -> None:
+        """Called after an evaluation. Writes the page."""
+        self._write()
+
+    def on_save(self, path: Path) -> None:
+        """Called after a checkpoint. Writes the page."""
+        self._write()
+
+    def finish(self, run: Any) -> None:
+        """Does nothing, because the last page, with search results, is written after the run."""
+
+    def _write(self) -> None:
+        if not self._works or time.monotonic() - self._written < EVERY:
+            return
+        from megabatch_train.display import report  # a run without a report does not need its packages
+
+        self._written = time.monotonic()
+        try:
+            report.write_report(self._folder, load=None)
+        except OSError:
+            raise  # the disk may be full, and the run tries again
+        except Exception as error:  # an error of the page must not stop the run
+            self._works = False
+            LOG.warning("the report is written only after the run, because of an error: %s", error)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

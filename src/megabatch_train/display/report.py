@@ -4,7 +4,6 @@ import base64
 import io
 import logging
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -19,12 +18,13 @@ from megabatch_train.data import load as data
 from megabatch_train.data.dataset import IMAGE, Dataset
 from megabatch_train.data.images import to_pillow
 from megabatch_train.display import plots, tables
+from megabatch_train.display.observers import REPORT
+from megabatch_train.display.plots import Found, Shown
 from megabatch_train.display.tables import TextTable
 from megabatch_train.evaluation import embed, encode, search
 from megabatch_train.evaluation.embedding import read_or_none
 from megabatch_train.evaluation.results import BEST, CONFIG, METRICS, SavedRun, read_run
-from megabatch_train.evaluation.sheet import Found, Shown
-from megabatch_train.names import format_row, sanitize
+from megabatch_train.names import sanitize
 from megabatch_train.towers import Pair
 from megabatch_train.towers.models import WEIGHTS, image_size, load_saved
 
@@ -305,7 +305,6 @@ def _match(drawn: Dataset, side: int, index: int, score: float, is_correct: bool
 # The page: key numbers, curves, evaluation, search results, command and configuration.
 
 
-NAME = "report.html"
 PICTURE_LIMIT = 160  # side length in pixels to which photographs are scaled down
 
 
@@ -337,7 +336,7 @@ def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Calla
         _credits(run),
     ]
     text = plots.page(run.folder.resolve().name, sections, subtitle=_subtitle(run))
-    path = run.folder / NAME
+    path = run.folder / REPORT
     file_io.write(path, lambda file: file.write(text.encode()))
     return path
 
@@ -513,47 +512,3 @@ def _credits(run: SavedRun) -> str:
     others = dict.fromkeys(spec for spec in named if spec and not data.credits(spec))
     lines = [*credits, *(f"{sanitize(spec)}: owners and license are unknown." for spec in others)]
     return plots.section("Data", plots.items(lines)) if lines else ""
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The report of a run that continues. An observer writes the page every few minutes, without search results.
-
-EVERY = 300.0  # seconds between two pages; writing one takes about a second of the training thread
-
-
-class LiveReport:
-    """An observer that writes report.html after a checkpoint or an evaluation, at most every `EVERY` seconds."""
-
-    def __init__(self) -> None:
-        self._folder, self._written, self._works = Path(), 0.0, True
-
-    def start(self, run: Any) -> None:
-        """Called when the run starts. The first page is written after `EVERY` seconds."""
-        self._folder, self._written = run.folder, time.monotonic()
-        LOG.info("%s", format_row("report", f"{self._folder / NAME}, written every {EVERY / 60:.0f} minutes"))
-
-    def step(self, record: dict[str, Any]) -> None:
-        """Does nothing."""
-
-    def on_evaluation(self, record: dict[str, Any]) -> None:
-        """Called after an evaluation. Writes the page."""
-        self._write()
-
-    def on_save(self, path: Path) -> None:
-        """Called after a checkpoint. Writes the page."""
-        self._write()
-
-    def finish(self, run: Any) -> None:
-        """Does nothing, because the last page, with search results, is written after the run."""
-
-    def _write(self) -> None:
-        if not self._works or time.monotonic() - self._written < EVERY:
-            return
-        self._written = time.monotonic()
-        try:
-            write_report(self._folder, load=None)
-        except OSError:
-            raise  # the disk may be full, and the run tries again
-        except Exception as error:  # an error of the page must not stop the run
-            self._works = False
-            LOG.warning("the report is written only after the run, because of an error: %s", error)

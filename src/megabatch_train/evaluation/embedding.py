@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +26,7 @@ from megabatch.tiles.block import accumulator_dtype, windows
 from megabatch.tiles.sums import MAX_K, Best
 from megabatch_train.data.dataset import Dataset, ReadingProgress, UnreadableSampleError, blank
 from megabatch_train.towers import Pair
-from megabatch_train.towers.tower import Tower
+from megabatch_train.towers.tower import Tower, use_evaluation_mode
 
 LOG = logging.getLogger("megabatch")
 
@@ -134,18 +134,6 @@ def device_of(module: nn.Module) -> torch.device | None:
     """Returns the device of the first parameter of a module; None without parameters."""
     first = next(module.parameters(), None)
     return None if first is None else first.device
-
-
-@contextmanager
-def use_evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode within the context, and then restores the mode of every submodule."""
-    before = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in before:
-            part.training = training
 
 
 # ----------------------------------------------------------------------------------------------------------------------

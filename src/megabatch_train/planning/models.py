@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from megabatch import extras
 from megabatch_train.names import MODELS
 from megabatch_train.planning.gpus import STAND_IN, number
-from megabatch_train.towers.lora import LoraConfig, store_frozen
+from megabatch_train.towers.lora import store_frozen
 from megabatch_train.towers.small import SmallConfig, SmallImageTower, SmallTextTower
-from megabatch_train.towers.tower import flops
+from megabatch_train.towers.tower import LoraConfig, flops
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Memory and operations of PyTorch code, measured by running it on tensors that have shapes but no data.

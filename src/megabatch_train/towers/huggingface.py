@@ -37,7 +37,7 @@ from megabatch_train.towers.huggingface_inputs import (
     longest,
     texts_of,
 )
-from megabatch_train.towers.lora import ADAPTER_WEIGHTS, LoraConfig, check_targets, inject, quantization_options
+from megabatch_train.towers.lora import ADAPTER_WEIGHTS, check_targets, inject, quantization_options
 from megabatch_train.towers.sentence_transformer import (
     LAST,
     MEAN,
@@ -49,7 +49,7 @@ from megabatch_train.towers.sentence_transformer import (
     pool,
     widen,
 )
-from megabatch_train.towers.tower import Pair, Tower, allows_remote_code, explain_remote_code
+from megabatch_train.towers.tower import LoraConfig, Pair, Tower, allows_remote_code, explain_remote_code
 
 LOG = logging.getLogger("megabatch")
 PAIR_DIM = 512  # embedding dimension of two encoders, as in CLIP
@@ -279,7 +279,8 @@ def adapt(pair: Pair, options: Mapping[str, Any]) -> None:
 
 def exclude_prompt(tower: Tower, prompt: str) -> Tower:
     """Returns the tower. If its encoder does not pool the tokens of a prompt, its inputs get a mask of the pooled tokens."""
-    if not isinstance(tower.module, TextEncoder) or tower.module.include_prompt:
+    assert isinstance(tower.module, TextEncoder), "the caller checks it"
+    if tower.module.include_prompt:
         return tower
     texts = copy.copy(_text_parts(tower)[1])
     assert isinstance(texts, TokenInputs), "`adapt` checks it"

@@ -5,50 +5,19 @@ The weights of the model are frozen. A saved adapter has the file names and tens
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megabatch import extras
+from megabatch_train.towers.tower import LoraConfig
 
 NAME = "default"  # name of the adapter in PEFT
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # prefix of names in PEFT's files
 PARTS = ("lora_A", "lora_B")
 ALL = "all-linear"
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    """Adapters of "hf:" and "hf-config:" models."""
-
-    rank: int = 0  # LoRA rank of the adapters; 0 trains all weights without adapters
-    alpha: float | None = None  # adapters are multiplied by alpha / rank (default: twice the rank)
-    dropout: float = 0.0  # dropout of the inputs of an adapter
-    targets: tuple[str, ...] = ()  # endings of the names of layers (default: all linear layers)
-    quantize: Literal["none", "int8", "nf4"] = "none"  # how frozen weights of "hf:" models are stored, by bitsandbytes
-    merge: bool = False  # whether the saved model has the adapters added to its weights
-
-    def __post_init__(self) -> None:
-        """Checks the numbers."""
-        if self.rank < 0:
-            raise ValueError(f"lora.rank must be at least 0, got {self.rank}")
-        if self.alpha is not None and not self.alpha > 0:
-            raise ValueError(f"lora.alpha must be more than 0, got {self.alpha}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"lora.dropout must be at least 0 and less than 1, got {self.dropout}")
-        for name in ("alpha", "dropout", "targets", "quantize", "merge"):
-            value = getattr(self, name)
-            if not self.rank and value != getattr(LoraConfig, name):
-                raise ValueError(f"lora.{name} must be left out without lora.rank, got {value!r}")
-        if self.quantize != "none" and self.merge:
-            raise ValueError(
-                f"lora.merge must be false with lora.quantize, got lora.quantize = {self.quantize!r}. Adapters are so "
-                "small that rounding to quantized weights removes them. Merge the adapters with the original weights instead "
-                "(PEFT: merge_and_unload)"
-            )
 
 
 def inject(model: Any, config: LoraConfig, name: str = "") -> None:

@@ -20,9 +20,8 @@ from megabatch_train import settings
 from megabatch_train.data.dataset import IMAGE, TEXT
 from megabatch_train.names import MODELS, nearest
 from megabatch_train.towers import huggingface, huggingface_inputs, lora, open_clip, small
-from megabatch_train.towers.lora import LoraConfig
 from megabatch_train.towers.sentence_transformer import LayerConfig, write_tensors
-from megabatch_train.towers.tower import SIDES, Pair
+from megabatch_train.towers.tower import SIDES, LoraConfig, Pair
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Towers by name, with prompts and options for their texts.
@@ -115,7 +114,8 @@ def adapt_texts(pair: Pair, options: Mapping[str, Any]) -> Pair:
         if not isinstance(prompt, str):
             raise ValueError(f"model_options.{key} must be a text, got {prompt!r}")
         if tower.kind == TEXT:
-            tower = huggingface.exclude_prompt(tower, prompt)
+            if isinstance(tower.module, huggingface.TextEncoder):
+                tower = huggingface.exclude_prompt(tower, prompt)
             tower = replace(tower, prepare=Prompted(prompt, tower.prepare)) if prompt else tower
         towers.append(tower)
     return replace(pair, first=towers[0], second=towers[1], options={**pair.options, **given}) if given else pair

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from megabatch import extras
-from megabatch.cached import batchnorm, randomness
+from megabatch.cached import second_pass
 from megabatch.cached.streaming import map_rows
 from megabatch.cached.tower import as_encoded, call
 from megabatch.world import World
 from megabatch_train.data.dataset import IMAGE
 from megabatch_train.data.images import TrainingImages
 from megabatch_train.machine import ran_out_of_memory
-from megabatch_train.towers.lora import LoraConfig
 
 LOG = logging.getLogger("megabatch")
 
@@ -104,6 +103,37 @@ class Tower:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of "hf:" and "hf-config:" models."""
+
+    rank: int = 0  # LoRA rank of the adapters; 0 trains all weights without adapters
+    alpha: float | None = None  # adapters are multiplied by alpha / rank (default: twice the rank)
+    dropout: float = 0.0  # dropout of the inputs of an adapter
+    targets: tuple[str, ...] = ()  # endings of the names of layers (default: all linear layers)
+    quantize: Literal["none", "int8", "nf4"] = "none"  # how frozen weights of "hf:" models are stored, by bitsandbytes
+    merge: bool = False  # whether the saved model has the adapters added to its weights
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        if self.rank < 0:
+            raise ValueError(f"lora.rank must be at least 0, got {self.rank}")
+        if self.alpha is not None and not self.alpha > 0:
+            raise ValueError(f"lora.alpha must be more than 0, got {self.alpha}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora.dropout must be at least 0 and less than 1, got {self.dropout}")
+        for name in ("alpha", "dropout", "targets", "quantize", "merge"):
+            value = getattr(self, name)
+            if not self.rank and value != getattr(LoraConfig, name):
+                raise ValueError(f"lora.{name} must be left out without lora.rank, got {value!r}")
+        if self.quantize != "none" and self.merge:
+            raise ValueError(
+                f"lora.merge must be false with lora.quantize, got lora.quantize = {self.quantize!r}. Adapters are so "
+                "small that rounding to quantized weights removes them. Merge the adapters with the original weights instead "
+                "(PEFT: merge_and_unload)"
+            )
+
+
+@dataclass(frozen=True)
 class Pair:
     """Two towers, which may share a module, with the initial scale and bias of the loss."""
 
@@ -147,6 +177,18 @@ class Pair:
 SAMPLE_TEXTS = ("a photo of a cat", "two dogs", "")
 
 
+@contextmanager
+def use_evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Sets evaluation mode within the context, and then restores the mode of every submodule."""
+    before = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training
+
+
 def sample_inputs(tower: Tower) -> dict[str, Tensor]:
     """Returns inputs of the tower's module for three samples: noise, or texts of different lengths."""
     noise = torch.randint(0, 256, (3, 3, 64, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -157,7 +199,7 @@ def sample_inputs(tower: Tower) -> dict[str, Tensor]:
 
 def forward_backward(module: nn.Module, inputs: Any) -> None:
     """Runs a forward pass, and a backward pass if gradients are enabled. Running statistics do not change."""
-    with batchnorm.keep_running_statistics(batchnorm.layers([module])):
+    with second_pass.keep_running_statistics(second_pass.list_batch_norms([module])):
         output: Any = as_encoded(call(module, inputs), type(module).__name__).embeddings
         if output.requires_grad:
             output.float().sum().backward()
@@ -340,7 +382,7 @@ def warm_up(modules: Sequence[nn.Module], inputs: Sequence[Any], world: World) -
         LOG.info("compiling the towers, once per run")
     began = time.perf_counter()
     try:
-        with randomness.preserve_generators([world.device]):
+        with second_pass.preserve_generators([world.device]):
             for module, chunk in zip(modules, inputs, strict=True):
                 _run_once(module, map_rows(lambda tensor: tensor.to(world.device), chunk))
     except (RuntimeError, MemoryError) as error:

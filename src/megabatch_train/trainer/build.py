@@ -15,18 +15,24 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import extras
-from megabatch.cached import batchnorm, randomness
+from megabatch.cached import second_pass
 from megabatch.cached.memory import local, parameters_in
-from megabatch.cached.sharding import find_distributed_modules
 from megabatch.cached.sources import width_of
 from megabatch.cached.streaming import count_rows, map_rows
-from megabatch.cached.tower import as_encoded, call
+from megabatch.cached.tower import as_encoded, call, find_distributed_modules
 from megabatch.world import World
 from megabatch_train import names
-from megabatch_train.evaluation.embedding import use_evaluation_mode
 from megabatch_train.machine import peak_rates
 from megabatch_train.towers.lora import store_frozen
-from megabatch_train.towers.tower import SIDES, FlopCounter, Pair, Tower, compile_towers, without_compiler
+from megabatch_train.towers.tower import (
+    SIDES,
+    FlopCounter,
+    Pair,
+    Tower,
+    compile_towers,
+    use_evaluation_mode,
+    without_compiler,
+)
 from megabatch_train.trainer.config import OptimizerConfig, TrainConfig, scale_rate
 from megabatch_train.trainer.loss import Objective
 
@@ -74,7 +80,7 @@ def warn_of_random_weights(pair: Pair, side: int) -> None:
 
 def _find_used(module: nn.Module, inputs: Any) -> set[int]:
     device = next(module.parameters()).device
-    with torch.enable_grad(), batchnorm.keep_running_statistics(batchnorm.layers([module])):
+    with torch.enable_grad(), second_pass.keep_running_statistics(second_pass.list_batch_norms([module])):
         used_ids = parameters_in([call(module, map_rows(lambda tensor: tensor.to(device), inputs))])
     if used_ids is None:
         raise ValueError(
@@ -196,7 +202,7 @@ def _shard(module: nn.Module, world: World, offload: bool) -> nn.Module:
 
 def _has_unused(module: nn.Module, inputs: Sequence[Any], device: torch.device) -> bool:
     """Returns whether a parameter never gets a gradient, such as the weight of an unused pooler. DDP would wait for it."""
-    with torch.enable_grad(), batchnorm.keep_running_statistics(batchnorm.layers([module])):
+    with torch.enable_grad(), second_pass.keep_running_statistics(second_pass.list_batch_norms([module])):
         outputs = [call(module, map_rows(lambda tensor: tensor.to(device), chunk)) for chunk in inputs]
     used_ids = parameters_in([as_encoded(output, type(module).__name__).embeddings for output in outputs])
     return used_ids is None or any(p.requires_grad and id(p) not in used_ids for p in module.parameters())
@@ -315,7 +321,7 @@ class Average:
             # Running statistics are averaged, too. The live statistics do not fit the averaged weights, which have other
             # activations. Averaged statistics fit, because the mean of a linear layer's output is linear in its weights.
             # Other buffers are constants and are not averaged.
-            self._live |= {f"{name}.{key}": value for key, value in batchnorm.running_statistics(module).items()}
+            self._live |= {f"{name}.{key}": value for key, value in second_pass.running_statistics(module).items()}
         self._decay = decay
         self.values: dict[str, Tensor] = {name: value.detach().clone() for name, value in self._live.items()}
 
@@ -473,12 +479,12 @@ def build(config: TrainConfig, pair: Pair, samples: Callable[[int, int], Any], e
     if config.freeze != "none":
         if world.rank == 0:
             warn_of_random_weights(pair, SIDES.index(config.freeze))
-        with randomness.preserve_generators([world.device]):
+        with second_pass.preserve_generators([world.device]):
             freeze(pair, SIDES.index(config.freeze), few_samples)
     read_samples = [partial(samples, side, SAMPLES_COUNTED) for side in encoded]
     utilization = Utilization([pair.towers[side] for side in encoded], read_samples, config.precision, world)
     compiled = config.compile == "on" and compile_towers(modules, world)
-    with randomness.preserve_generators([world.device]), without_compiler(modules):
+    with second_pass.preserve_generators([world.device]), without_compiler(modules):
         wrapped = wrap(modules, few_samples, world, config.parallel, offload=config.memory.offload)
     dtype = torch.float64 if next(modules[0].parameters()).dtype == torch.float64 else torch.float32
     objective = Objective(config.loss, pair.logit_scale, pair.logit_bias, dtype).to(world.device)

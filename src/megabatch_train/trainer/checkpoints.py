@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import extras
-from megabatch.cached import randomness
+from megabatch.cached import second_pass
 from megabatch.cached.memory import is_sharded
 from megabatch.world import World
 from megabatch_train.towers.lora import find_trained
@@ -582,7 +582,7 @@ def _state_of_rank(rank: int) -> str:
 
 
 def _generators(device: torch.device) -> dict[str, Any]:
-    states = randomness.capture([device])
+    states = second_pass.capture_generators([device])
     numpy = None
     if states.numpy is not None and states.numpy["bit_generator"] == "MT19937":
         inner = states.numpy["state"]
@@ -593,4 +593,4 @@ def _generators(device: torch.device) -> dict[str, Any]:
 def _restore(saved: dict[str, Any], device: torch.device) -> None:
     cuda = tuple((device, state) for state in saved["cuda"][:1] if device.type == "cuda")
     numpy = None if saved["numpy"] is None else ("MT19937", *saved["numpy"])
-    randomness.restore(randomness.States(saved["cpu"], cuda, saved["python"], numpy))
+    second_pass.restore_generators(second_pass.States(saved["cpu"], cuda, saved["python"], numpy))

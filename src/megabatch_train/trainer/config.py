@@ -18,8 +18,8 @@ import torch
 from megabatch.world import World
 from megabatch_train import names, settings
 from megabatch_train.data import load as data
-from megabatch_train.towers.lora import LoraConfig
 from megabatch_train.towers.models import anchor as anchor_model
+from megabatch_train.towers.tower import LoraConfig
 
 WARMUP_FRACTION, WARMUP_STEPS = 0.1, 50  # default warm-up: the longer of the two, but at most half of the run
 SCRATCH_RATE = 5e-4  # highest learning rate of a model with random weights, as in CLIP and open_clip

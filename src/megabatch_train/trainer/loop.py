@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.cached import randomness
+from megabatch.cached import second_pass
 from megabatch.cached.memory import free_memory
 from megabatch.cached.replay import sample_seed
 from megabatch.cached.streaming import Clock, phase
 from megabatch.world import World
 from megabatch_train import towers
-from megabatch_train.data import readers
+from megabatch_train.data import loader
 from megabatch_train.data.dataset import Dataset
 from megabatch_train.data.load import WithNegatives
-from megabatch_train.data.order import Order
+from megabatch_train.data.loader import Order
 from megabatch_train.data.resident import Resident
 from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import evaluate
@@ -333,7 +333,7 @@ class Trainer:
         if spec := loss.teacher or loss.guide:
             folder, chunk_size = self.run.folder / TEACHER, min(self._fit.chunk_sizes)
             # A teacher is built with random weights first. This must not change the generators that `resume` has restored.
-            with randomness.preserve_generators([self.world.device]), autocast(self.config.precision, self.world.device):
+            with second_pass.preserve_generators([self.world.device]), autocast(self.config.precision, self.world.device):
                 embeddings, self.objective.teacher_scale = embed_by_teacher(
                     spec, self.dataset, folder, self.world, chunk_size=chunk_size, workers=workers
                 )
@@ -514,7 +514,7 @@ class Trainer:
 
     def _seed(self, step: int) -> None:
         seed = sample_seed(sample_seed(self.config.seed, step), self.world.rank)
-        randomness.seed_host(seed)
+        second_pass.seed_host(seed)
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
@@ -522,4 +522,4 @@ class Trainer:
         datasets = [self.dataset, *self.validation.values()]
         preparations = [getattr(tower.prepare, "__self__", tower.prepare) for tower in self.pair.towers]
         count = reader_count(self.config, self.world)
-        return readers.open_readers(count, [*datasets, *preparations], processes=self.world.device.type == "cuda")
+        return loader.open_readers(count, [*datasets, *preparations], processes=self.world.device.type == "cuda")

@@ -14,17 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabatch.cached import HostSource, ReplaySource, Source, batchnorm, randomness
+from megabatch.cached import HostSource, ReplaySource, Source, second_pass
 from megabatch.cached.memory import COPIES_OF_EMBEDDINGS, available_memory, free_memory, is_sharded, local
 from megabatch.cached.step import cached_backward
 from megabatch.cached.streaming import DATA, close_at_the_end, count_rows, map_rows, phase
 from megabatch.cached.tower import as_encoded, call
 from megabatch.world import World
 from megabatch_train.data.dataset import IMAGE, Dataset
-from megabatch_train.data.order import Batch
-from megabatch_train.evaluation.embedding import use_evaluation_mode
+from megabatch_train.data.loader import Batch
 from megabatch_train.machine import ran_out_of_memory
-from megabatch_train.towers.tower import forward_backward, set_checkpointing
+from megabatch_train.towers.tower import forward_backward, set_checkpointing, use_evaluation_mode
 from megabatch_train.trainer.build import Trained, autocast
 from megabatch_train.trainer.config import MemoryConfig, TrainConfig
 from megabatch_train.trainer.health import PairStatistics, average_statistics
@@ -90,7 +89,7 @@ def choose_fit(
     if isinstance(chunk_size, int):
         sizes = [chunk_size] * len(modules)
     elif world.device.type == "cuda":
-        with randomness.preserve_generators([world.device]):
+        with second_pass.preserve_generators([world.device]):
             trials = [_Trial(module, samples(side, min(pairs, FIRST_TRIED)), world) for side, module in enumerate(modules)]
             budget = int(config.chunk * free)
             if config.checkpointing == "auto":
@@ -353,7 +352,7 @@ class Step:
 
     def __post_init__(self) -> None:
         """Collects the running statistics, and computes the host memory for the samples of a side."""
-        statistics = [batchnorm.running_statistics(tower.module) for tower in self.trained.pair.towers]
+        statistics = [second_pass.running_statistics(tower.module) for tower in self.trained.pair.towers]
         self._statistics = list({id(value): value for side in statistics for value in side.values()}.values())
         self._sides = [side for side in (0, 1) if side not in self.stored]
         images = [side for side in self._sides if self.dataset.sides[side] == IMAGE]
@@ -439,7 +438,7 @@ class Step:
         With several ranks, this method raises an error instead, because the ranks with enough memory cannot go back.
         """
         while True:
-            states = randomness.capture([self.world.device])
+            states = second_pass.capture_generators([self.world.device])
             statistics = [statistic.clone() for statistic in self._statistics]
             try:
                 return work()
@@ -453,7 +452,7 @@ class Step:
                     ) from error
             # This code is outside of the handler, because the traceback there keeps the tensors of the step alive.
             self.trained.optimizer.zero_grad()
-            randomness.restore(states)
+            second_pass.restore_generators(states)
             for statistic, before in zip(self._statistics, statistics, strict=True):
                 statistic.copy_(before)  # the chunks before the failure have updated the statistic
             self.fit = self.fit.halve()
