@@ -68,6 +68,16 @@ class Setting(NamedTuple):
     settings: str
 
 
+class Progress(MetricsFile):
+    """Prints the loss of some steps."""
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Adds a line to the file, and prints every tenth."""
+        super().step(record)
+        if record["step"] % 10 == 0:
+            print(f"  step {record['step']}: loss {record['loss']:.3f}, {record['pairs_per_second']:,.0f} pairs/s", flush=True)
+
+
 class Study:
     """Makes the runs that are not in the file, until the time limit."""
 
@@ -136,7 +146,7 @@ class Study:
         folder = Path(tempfile.mkdtemp(prefix="defaults-study-"))
         start = time.monotonic()
         try:
-            trainer = Trainer(config, pair, train, folder, validation=test, observers=[MetricsFile()], world=World(self.device))
+            trainer = Trainer(config, pair, train, folder, validation=test, observers=[Progress()], world=World(self.device))
             metrics = trainer.fit()
             records = [record for record in results.read(folder / METRICS) if "loss" in record]
         finally:

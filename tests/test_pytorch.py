@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import megabatch as mb
-from helpers import aligned_pairs, leaves, tile_size, unit
+from helpers import aligned_pairs, leaves, no_dense_path, tile_size, unit
 from megabatch import operators, reference
 from megabatch.operators import fused
 from megabatch.operators.logsumexp import KEPT, SEPARATE, SKIPPED, logsumexp_backward
@@ -271,3 +271,26 @@ def test_what_is_saved_for_backward_grows_with_the_rows_alone(dtype):
             for loss in (lambda: mb.clip_loss(x, y, scale), lambda: mb.siglip_loss(x, y, scale, bias)):  # noqa: B023
                 saved, _ = saved_bytes(loss)
                 assert sum(size for key, size in saved.items() if key not in own) <= gradients + 4 * N + 64
+
+
+FUSED_LOSSES = {
+    "clip": lambda x, y, s: mb.clip_loss(x, y, s),
+    "siglip": lambda x, y, s: mb.siglip_loss(x, y, s, -2.0),
+    "nt_xent": lambda x, y, s: mb.nt_xent_loss(x, y, s),
+    "sup_con": lambda x, y, s: mb.sup_con_loss(torch.cat((x, y)), torch.arange(2 * len(x)) % 9, s),
+}
+
+
+@pytest.mark.parametrize("name", FUSED_LOSSES)
+def test_backward_may_run_twice_if_the_graph_is_kept(name):
+    """The last backward pass overwrites the gradients that forward has computed. Earlier ones must not."""
+    x, y, scale, *_ = inputs()
+    with no_dense_path():
+        loss = FUSED_LOSSES[name](x, y, scale)
+    first = torch.autograd.grad(3 * loss, (x, y, scale), retain_graph=True)
+    several = torch.autograd.grad(loss, (x, y, scale), torch.tensor([1.0, 3.0]), retain_graph=True, is_grads_batched=True)
+    last = torch.autograd.grad(3 * loss, (x, y, scale))
+    for one, both, other in zip(first, several, last, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        torch.testing.assert_close(both[1], one, rtol=1e-6, atol=0)
+        torch.testing.assert_close(3 * both[0], one, rtol=1e-6, atol=0)

@@ -180,7 +180,8 @@ def _side(common, match, count, offs, N, unit, weights, stride, TILE: tl.constex
         positives = tl.load(count + offs, mask, 0)
         less_match = (finite_or_zero(shift).to(tl.float64) - match) + logarithm(total.to(tl.float64))
         loss = tl.where(positives == 0, 0.0, tl.where(positives == 1, loss, less_match))
-        weight = tl.where(positives == 0, 0.0, tl.where(positives == 1, weight, less_match * 0.0 + 1.0))  # NaN stays NaN
+        all_of_sum = tl.where(less_match == less_match, 1.0, less_match)  # NaN stays NaN
+        weight = tl.where(positives == 0, 0.0, tl.where(positives == 1, weight, all_of_sum))
     per_unit = tl.where(total == 0.0, 0.0, unit * weight / tl.where(total == 0.0, 1.0, total).to(tl.float64))
     tl.store(weights + WEIGHT * stride + offs, per_unit.to(tl.float32), mask)
     TILES: tl.constexpr = offs.shape[0] // TILE

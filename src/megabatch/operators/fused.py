@@ -83,10 +83,23 @@ def _scale_in_backward(operator: CustomOpDef, *, learned: int, others: int) -> N
         nothing = (None,) * others
         if dloss is None:
             return *(None,) * learned, *nothing
-        saved = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:learned], strict=True)
-        return *((dloss * gradient).to(dtype) if need else None for gradient, dtype, need in saved), *nothing
+        saved, in_place = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:learned], strict=True), _is_last_backward()
+        gradients = (
+            None if not need else (gradient.mul_(dloss) if in_place else gradient * dloss).to(dtype)
+            for gradient, dtype, need in saved
+        )
+        return *gradients, *nothing
 
     differentiable(operator, backward, save)
+
+
+def _is_last_backward() -> bool:
+    """Returns whether the saved gradients may be overwritten, because they are freed after this backward pass.
+
+    A second copy of them would be the peak of memory in float32.
+    """
+    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return keeps_graph is not None and not (torch.compiler.is_compiling() or transforms_are_active() or keeps_graph())
 
 
 def _cross_entropies(negatives: Tensor, match: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (N,), (N,)

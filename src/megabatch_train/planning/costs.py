@@ -78,12 +78,12 @@ def _megabatch(shape: Shape) -> float:
     block, element = n * D, HALF if shape.half else FLOAT
     rounded = 2 * block * HALF if shape.half and s > HALF else 0
     statistics = STATISTICS * n
-    path = dispatch.find_rule(dispatch.BOTH, n, D, TRITON).path if shape.ranks == 1 else dispatch.TWO_PASS
-    if path != dispatch.TWO_PASS:
+    module = dispatch.find_rule(dispatch.BOTH, n, D, TRITON).module if shape.ranks == 1 else "fused"
+    if module != "fused":
         # Gradients are computed with the loss, as float32 sums. Then they are copied to the dtype of the inputs.
         one = pair_strip(n, element)
         weights = min(one.rows, n) * min(one.columns, n) * element
-        if path == dispatch.DENSE:  # all logits are in memory; in float32 the softmax weights overwrite them
+        if module == "dense":  # all logits are in memory; in float32 the softmax weights overwrite them
             weights = n * n * (FLOAT + HALF if shape.half else FLOAT)
         return rounded + 2 * block * FLOAT + statistics + max(weights, 2 * block * s)
     strip = strip_size(n, n, D, element)
