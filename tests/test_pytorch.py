@@ -288,8 +288,10 @@ def test_backward_may_run_twice_if_the_graph_is_kept(name):
     with no_dense_path():
         loss = FUSED_LOSSES[name](x, y, scale)
     first = torch.autograd.grad(3 * loss, (x, y, scale), retain_graph=True)
+    assert not any(gradient.requires_grad for gradient in first)
     several = torch.autograd.grad(loss, (x, y, scale), torch.tensor([1.0, 3.0]), retain_graph=True, is_grads_batched=True)
     last = torch.autograd.grad(3 * loss, (x, y, scale))
+    assert not any(gradient.requires_grad for gradient in last)
     for one, both, other in zip(first, several, last, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
         torch.testing.assert_close(both[1], one, rtol=1e-6, atol=0)

@@ -212,7 +212,7 @@ class Weights(NamedTuple):
     @classmethod
     def of_softmax(cls, row: SideWeights, col: SideWeights, tile: kernel_plan.KernelTile) -> "Weights":
         """Returns the vectors of a softmax, given the weights of its rows and columns and the tile of the kernel."""
-        by_row, by_column = _has_own_shift(row.shift, tile.rows), _has_own_shift(col.shift, tile.columns)
+        by_row, by_column = find_own_shifts(row.shift, tile.rows), find_own_shifts(col.shift, tile.columns)
         return cls(row.weight, col.weight, row.cap, col.cap, row.shift, col.shift, by_row, by_column)
 
 
@@ -308,7 +308,7 @@ def hopper_tile(block: Block, kind: tl.constexpr) -> kernel_plan.HopperTile | No
     return kernel_plan.hopper_tile(block, "sigmoid" if kind == SIGMOID else "softmax")
 
 
-def _has_own_shift(shift: Tensor, tile: int) -> Tensor:  # (tiles,)
+def find_own_shifts(shift: Tensor, tile: int) -> Tensor:  # (tiles,)
     """Returns 1 for each tile in which any row (or column) has its own shift, and 0 for other tiles."""
     padding = -len(shift) % tile
     return torch.nn.functional.pad(shift != -torch.inf, (0, padding)).view(-1, tile).any(1).float()
@@ -431,7 +431,7 @@ def gradient_strips(
     all_rows, all_columns = within or (slice(0, block.N), slice(0, block.M))
     height, width = (window.stop - window.start for window in (all_rows, all_columns))
     strip = plan.strip_size(height, width, block.D, operands.x.element_size())
-    scale_in_kernel, want_dx = _source_of_dscale(block, needs)
+    scale_in_kernel, want_dx = source_of_dscale(block, needs)
     workspace = None
     if want_dx or needs.dy:
         workspace = empty_aligned(operands.x, min(strip.rows, height), min(strip.columns, width))
@@ -470,7 +470,7 @@ def sum_gradients(task: StripTask, needs: Needs, row_sums: RowSums | None = None
     """
     operands, block = task.operands, task.block
     strip = plan.pair_strip(block.N, operands.x.element_size())
-    scale_in_kernel, want_dx = _source_of_dscale(block, needs)
+    scale_in_kernel, want_dx = source_of_dscale(block, needs)
     dx, dy = (
         torch.empty(block.N, block.D, dtype=block.dtype, device=block.x.device) if is_needed else None
         for is_needed in (want_dx, needs.dy)
@@ -496,7 +496,7 @@ def sum_gradients(task: StripTask, needs: Needs, row_sums: RowSums | None = None
     return GradientSums(dx, dy, dscale)
 
 
-def _source_of_dscale(block: Block, needs: Needs) -> tuple[bool, bool]:
+def source_of_dscale(block: Block, needs: Needs) -> tuple[bool, bool]:
     """Returns whether the kernel sums dscale, and whether dx is computed (for the caller or for dscale).
 
     Summing dscale in the kernel takes a tenth of the kernel's time. In half precision, dscale is computed from dx instead. Then

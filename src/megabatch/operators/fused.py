@@ -85,7 +85,7 @@ def _scale_in_backward(operator: CustomOpDef, *, learned: int, others: int) -> N
             return *(None,) * learned, *nothing
         saved, in_place = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:learned], strict=True), _is_last_backward()
         gradients = (
-            None if not need else (gradient.mul_(dloss) if in_place else gradient * dloss).to(dtype)
+            None if not need else (gradient.detach().mul_(dloss) if in_place else gradient * dloss).to(dtype)
             for gradient, dtype, need in saved
         )
         return *gradients, *nothing

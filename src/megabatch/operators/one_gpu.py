@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megabatch.dispatch import Execution
 from megabatch.operators.autograd import scale_gradients, use_device_of
-from megabatch.tiles.block import Block, Needs, by_matmul_setting, round_to_precision
-from megabatch.tiles.plan import SameId
+from megabatch.tiles import plan
+from megabatch.tiles.block import Block, Needs, add_matmul, by_matmul_setting, round_to_precision, windows
+from megabatch.tiles.plan import Rectangle, SameId
 
 
 def cross_entropy_loss(
@@ -36,7 +37,9 @@ def cross_entropy_loss(
     Pairs with equal ids are excluded.
     """
     divisor = (len(x) if mean else 1) * (2 if columns else 1)
-    return _compute_cross_entropy(x, y, scale, (ids, ids), run, columns=columns, divisor=divisor)
+    with use_device_of(x):
+        loss: Tensor = _CrossEntropy.apply(x, y, scale, ids, run.precision, columns, divisor, torch.is_grad_enabled())
+    return loss
 
 
 def nt_xent_loss(
@@ -51,9 +54,9 @@ def nt_xent_loss(
 
     The loss of a sample is the mean of −log softmax(s)_ij over its two views i. View j is the other view.
     """
-    own = torch.arange(2 * len(z1), device=z1.device)  # a view is not compared with itself
-    ids, divisor = (own, own.roll(len(z1))), 2 * (len(z1) if mean else 1)
-    return _compute_cross_entropy(torch.cat((z1, z2)), torch.cat((z2, z1)), scale, ids, run, columns=False, divisor=divisor)
+    with use_device_of(z1):
+        loss: Tensor = _Views.apply(z1, z2, scale, run.precision, 2 * (len(z1) if mean else 1), torch.is_grad_enabled())
+    return loss
 
 
 def sup_con_loss(
@@ -94,21 +97,6 @@ def sigmoid_loss(
     return loss
 
 
-def _compute_cross_entropy(
-    x: Tensor,  # (N, D)
-    y: Tensor,  # (N, D)
-    scale: Tensor,  # ()
-    ids: tuple[Tensor | None, Tensor | None],  # of rows and of columns
-    run: Execution,
-    *,
-    columns: bool,
-    divisor: int,
-) -> Tensor:  # ()
-    with use_device_of(x):
-        loss: Tensor = _CrossEntropy.apply(x, y, scale, *ids, run.precision, columns, divisor, torch.is_grad_enabled())
-    return loss
-
-
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -116,8 +104,7 @@ class _CrossEntropy(torch.autograd.Function):
         x: Tensor,
         y: Tensor,
         scale: Tensor,
-        row_ids: Tensor | None,
-        col_ids: Tensor | None,
+        ids: Tensor | None,
         precision: str,
         columns: bool,
         divisor: int,
@@ -128,7 +115,7 @@ class _CrossEntropy(torch.autograd.Function):
         from megabatch.kernels.operands import exponent_operands
         from megabatch.kernels.pairs import PairVectors, finish_pairs, pair_statistics
 
-        block = Block.of(x, y, scale, precision, row_ids=row_ids, col_ids=col_ids, skip_diagonal=True)
+        block = Block.of(x, y, scale, precision, row_ids=ids, col_ids=ids, skip_diagonal=True)
         needs = Needs(*ctx.needs_input_grad[:3]) if learns else _NOTHING
         pairs = PairVectors.empty(block)
         operands = exponent_operands(block, pairs.matches.products)
@@ -146,7 +133,120 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
         *inputs, dx, dy, numbers = ctx.saved_tensors
-        return *_scale_gradients(inputs, ctx.needs_input_grad, dloss, dx, dy, numbers), *(None,) * 6
+        return *_scale_gradients(inputs, ctx.needs_input_grad, dloss, dx, dy, numbers), *(None,) * 5
+
+
+class _Views(torch.autograd.Function):
+    """Both views of all samples are compared with each other, as the rows of one tensor.
+
+    The logits between the views are a square without its diagonal, as in CLIP. The logits within a view are symmetric, so each
+    rectangle above the diagonal serves its rows and its columns.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z1: Tensor, z2: Tensor, scale: Tensor, precision: str, divisor: int, learns: bool) -> Tensor:
+        from megabatch.kernels.gradient import GradientSums, source_of_dscale, strip_tile
+        from megabatch.kernels.logsumexp import OnlineSums, add_sums, complete_sums
+        from megabatch.kernels.operands import exponent_operands, pack_ids
+        from megabatch.kernels.pairs import MatchGradients, PairVectors, finish_pairs, pair_statistics
+
+        N, views = len(z1), (slice(0, len(z1)), slice(len(z1), 2 * len(z1)))
+        block = Block.of(torch.cat((z1, z2)), torch.cat((z2, z1)), scale, precision, skip_diagonal=True)
+        products, total, shift = torch.zeros(3, 2 * N, dtype=torch.float32, device=z1.device)
+        operands, tile = exponent_operands(block, products), strip_tile(block)
+        across, *within = (_Region.of(operands, block, of_rows, of_columns) for of_rows, of_columns in ((0, 1), (0, 0), (1, 1)))
+        for region in (across, *within):
+            row_total, col_total = total[views[region.of_rows]], total[views[region.of_columns]]
+            for rows, columns in region.rectangles:
+                # Rows and columns of a square on the diagonal have the same sums.
+                col_sums = None if region.is_square(rows, columns) else col_total
+                add_sums(region.operands, region.block, rows, columns, row_total, col_sums)
+        ids = pack_ids(torch.arange(N, device=z1.device).repeat(2))
+        all_pairs = replace(operands, y=operands.x, row_ids=ids, col_ids=ids)
+        complete_sums(all_pairs, block, total[None], OnlineSums(total, shift))
+
+        pairs = PairVectors.empty(across.block)
+        pairs.matches.products[:N] = products[:N]
+        for sums, view in zip((pairs.row, pairs.col), views, strict=True):
+            sums.total[:N], sums.shift[:N] = total[view], shift[view]
+        losses = pair_statistics(across.operands, across.block, tile, pairs, columns=True)
+        needs = Needs(any(ctx.needs_input_grad[:2]), False, ctx.needs_input_grad[2]) if learns else _NOTHING
+        in_kernel, want_dz = source_of_dscale(block, needs)
+        dz = torch.zeros_like(block.x, dtype=block.dtype, memory_format=torch.contiguous_format) if want_dz else None
+        # Each pair counts twice in Σ_i ⟨z_i, dz_i⟩, and in the second vector, the sums of squares on the diagonal.
+        once, twice = torch.zeros(2, 2 * N, dtype=block.dtype, device=z1.device) if in_kernel else (None, None)
+        if any(needs):
+            for region in (across, *within):
+                _add_strips(region, pairs.weights, tile, views, dz, once, twice)
+        row_dscale = None if once is None or twice is None else twice.add_(once, alpha=2.0)
+        matches = MatchGradients(products, pairs.matches.dmatch[:N].repeat(2), pairs.matches.unit)
+        sums_of_all = GradientSums(dz, None, row_dscale)
+        loss, dz, _, numbers = finish_pairs(operands, block, sums_of_all, needs, matches, losses, divisor)
+        if any(needs):
+            ctx.save_for_backward(z1, z2, scale, dz, None if numbers is None else numbers.mul_(0.5))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
+        *inputs, dz, numbers = ctx.saved_tensors
+        return *_scale_gradients(inputs, ctx.needs_input_grad, dloss, dz, None, numbers), *(None,) * 3
+
+
+class _Region(NamedTuple):
+    """The logits of one view with the same or the other view."""
+
+    of_rows: int  # 0 for the first view, 1 for the second
+    of_columns: int
+    operands: Any
+    block: Block
+    rectangles: list[Rectangle]  # the rectangles that are computed
+
+    @classmethod
+    def of(cls, operands: Any, block: Block, of_rows: int, of_columns: int) -> "_Region":
+        """Returns a region, given the operands of both views."""
+        N = len(operands.x) // 2
+        x, y = (operands.x[side * N : (side + 1) * N] for side in (of_rows, of_columns))
+        cuts = list(windows(N, plan.pair_square(N, x.element_size())))
+        first = {i: i if of_rows == of_columns else 0 for i in range(len(cuts))}
+        rectangles = [(rows, columns) for i, rows in enumerate(cuts) for columns in cuts[first[i] :]]
+        return cls(of_rows, of_columns, replace(operands, x=x, y=y), replace(block, x=x, y=y), rectangles)
+
+    def is_square(self, rows: slice, columns: slice) -> bool:
+        """Returns whether a rectangle lies on the diagonal of symmetric logits, so that both of its halves are computed."""
+        return self.of_rows == self.of_columns and rows == columns
+
+
+def _add_strips(
+    region: _Region,
+    weights: Any,
+    tile: Any,
+    views: tuple[slice, slice],
+    dz: Tensor | None,  # (2N, D)
+    once: Tensor | None,  # (2N,) Σ_j g_ij·⟨z_i, z_j⟩ of rectangles in which a pair is once
+    twice: Tensor | None,  # (2N,) the same of squares, in which a pair is twice
+) -> None:
+    """Adds the gradients of a region. `weights` are the weights of the first view (rows) and of the second view (columns)."""
+    from megabatch.kernels.gradient import SOFTMAX_KINDS, RowSums, SideWeights, StripTask, Weights, form_strip
+    from megabatch.kernels.operands import empty_aligned
+
+    operands, N = region.operands, region.block.N
+    of_views = [SideWeights(*(values[side] for values in zip(weights[:6:2], weights[1:6:2], strict=True))) for side in (0, 1)]
+    row, col = ([part[:N] for part in of_views[side]] for side in (region.of_rows, region.of_columns))
+    task = StripTask(
+        operands, region.block, tile, SOFTMAX_KINDS, Weights.of_softmax(SideWeights(*row), SideWeights(*col), tile)
+    )
+    size = region.rectangles[0][0].stop
+    workspace = None if dz is None else empty_aligned(operands.x, size, size)
+    of_rows, of_columns = views[region.of_rows], views[region.of_columns]
+    for rows, columns in region.rectangles:
+        is_square = region.is_square(rows, columns)
+        g = None if workspace is None else workspace[: rows.stop - rows.start, : columns.stop - columns.start]
+        row_dscale = twice if is_square else once
+        form_strip(task, rows, columns, g, RowSums(None, None, None if row_dscale is None else row_dscale[of_rows][rows]), None)
+        if g is not None and dz is not None:
+            add_matmul(dz[of_rows][rows], g, operands.y[columns])
+            if not is_square:
+                add_matmul(dz[of_columns][columns], g.T, operands.x[rows])
 
 
 class _Labels(torch.autograd.Function):

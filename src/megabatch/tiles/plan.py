@@ -4,6 +4,7 @@ it, and the rectangles of symmetric logits.
 `kernels.plan` contains the tiles of the kernels.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -136,6 +137,12 @@ def pair_strip(N: int, element_size: int) -> TileSize:
     """Returns the rows and columns of one strip of gradients on the fused path."""
     rows = _even(N, _PAIR_STRIP_ROWS)
     return TileSize(rows, _even(N, _PAIR_STRIP_BYTES // element_size // rows))
+
+
+def pair_square(N: int, element_size: int) -> int:
+    """Returns the rows of a square strip, of which the logits of a batch with itself consist. N rows are divided evenly."""
+    most = math.isqrt(_PAIR_STRIP_BYTES // element_size) // 256 * 256
+    return _even(N, min(_PAIR_STRIP_ROWS, most))
 
 
 def _even(length: int, most: int) -> int:
