@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import megabatch as mb
 from megabatch_train import machine
-from megabatch_train.bench.measure import paragraphs
+from megabatch_train.bench.measure import number_options, paragraphs
 from megabatch_train.data.demo import WordNet
 from megabatch_train.data.loader import Order
 from megabatch_train.display import plots
@@ -270,9 +270,13 @@ def draw(lines: Sequence[dict[str, Any]], base_rates: Sequence[float]) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = [256 << power for power in range(8)]
     add = parser.add_argument
-    add("--batch-sizes", type=int, nargs="+", default=sizes, help="batch sizes (default: powers of two from 256 to 32,768)")
+    number_options(
+        parser,
+        batch_sizes=([256 << power for power in range(8)], "batch sizes"),
+        seeds=([0, 1, 2], "seeds of the runs"),
+        samples=(800_000, "pairs that every run sees"),
+    )
     add(
         "--rules",
         nargs="+",
@@ -280,8 +284,6 @@ def main() -> None:
         default=list(RULES),
         help="rules that scale the learning rate (default: all)",
     )
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs (default: 0 1 2)")
-    add("--samples", type=int, default=800_000, help="pairs that every run sees (default: %(default)s)")
     add("--lr", type=float, help=f"learning rate at {BASE:,} pairs (default: chosen from {', '.join(map(str, RATES))})")
     add("--output", type=Path, default=Path("runs/batch_size_study"), help="folder for the results (default: %(default)s)")
     options = parser.parse_args()

@@ -30,6 +30,7 @@ from megabatch_train.bench.measure import (
     chip,
     device_of,
     groups,
+    number_options,
     paragraphs,
     peak_memory,
     relative_error,
@@ -324,8 +325,8 @@ def parse() -> argparse.Namespace:
         "--longest", type=float, default=25.0, help="seconds of a step; of a longer step, only a part is timed (default: 25)"
     )
     parser.add_argument("--no-check", action="store_true", help="do not compare gradients; the report mentions it")
-    parser.add_argument("--workers", type=int, default=12, help="number of threads that read images for replay (default: 12)")
-    parser.add_argument("--chunk", type=int, default=0, help="samples encoded at once (default: by model)")
+    number_options(parser, workers=(12, "number of threads that read images for replay"))
+    number_options(parser, chunk=(None, "samples encoded at once (default: by model)"))
     arguments(parser, "cached_step", 300)
     args = parser.parse_args()
     args.device = device_of(args)

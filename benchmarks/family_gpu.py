@@ -19,6 +19,7 @@ from megabatch_train.bench.losses import HALF_TOLERANCE, TOLERANCE, bare_product
 from megabatch_train.bench.measure import (
     LATE,
     OK,
+    ROUNDS_OPTION,
     WRONG,
     Record,
     arguments,
@@ -27,6 +28,7 @@ from megabatch_train.bench.measure import (
     device_of,
     failure,
     groups,
+    number_options,
     paragraphs,
     peak_memory,
     take_turns,
@@ -259,9 +261,7 @@ def main() -> int:
     parser.add_argument(
         "--losses", nargs="*", default=list(CASES), choices=list(CASES), metavar="NAME", help="losses to measure (default: all)"
     )
-    parser.add_argument("--rows", type=int, default=65536, help="large batch, in pairs (default: 65536)")
-    parser.add_argument("--width", type=int, default=768, help="embedding dimension (default: 768)")
-    parser.add_argument("--rounds", type=int, default=3, help="number of turns of each system; the median counts (default: 3)")
+    number_options(parser, rows=(65536, "large batch, in pairs"), width=(768, "embedding dimension"), rounds=ROUNDS_OPTION)
     arguments(parser, "family_gpu", 200)
     family = Family(parser.parse_args())
     family.run()

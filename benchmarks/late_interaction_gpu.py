@@ -26,6 +26,7 @@ import megabatch as mb
 from megabatch_train.bench.measure import (
     LATE,
     OK,
+    ROUNDS_OPTION,
     WRONG,
     Record,
     arguments,
@@ -36,6 +37,7 @@ from megabatch_train.bench.measure import (
     failure,
     groups,
     now,
+    number_options,
     paragraphs,
     peak_memory,
     take_turns,
@@ -370,7 +372,7 @@ def main() -> int:
         metavar="BxLQxLD",
         help=f"pairs, vectors of a query, vectors of a document (default: {' '.join(SIZES)})",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="number of turns of each system; the median counts (default: 3)")
+    number_options(parser, rounds=ROUNDS_OPTION)
     parser.add_argument("--peers", type=Path, help="folder with packages to compare with")
     arguments(parser, "late_interaction_gpu", 190)
     args = parser.parse_args()

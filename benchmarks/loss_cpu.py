@@ -14,9 +14,8 @@ from typing import Any
 
 from megabatch.cached.memory import available_memory
 from megabatch_train.bench.losses import CHUNKS, DENSE, MEGABATCH, ClipTruth, LossResult, measure_one, pairs, truth_of
-from megabatch_train.bench.measure import FAILED, MEMORY, OK, ProcessError, Record, arguments, fresh_process
+from megabatch_train.bench.measure import FAILED, MEMORY, OK, ProcessError, Record, arguments, fresh_process, number_options
 from megabatch_train.bench.report import draw_losses, losses_table
-from megabatch_train.commands import parse_positive_int
 from megabatch_train.display import plots
 
 SYSTEMS = (MEGABATCH, DENSE, CHUNKS)
@@ -76,23 +75,8 @@ def draw(record: dict[str, Any]) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--batches",
-        type=parse_positive_int,
-        nargs="+",
-        default=BATCHES,
-        metavar="N",
-        help="batch sizes, in pairs (default: 64 to 32768)",
-    )
-    parser.add_argument(
-        "--width", type=parse_positive_int, default=WIDTH, metavar="D", help=f"embedding dimension (default: {WIDTH})"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=parse_positive_int,
-        metavar="R",
-        help="fresh processes for each number (default: 3, or 1 above 16384 pairs)",
-    )
+    number_options(parser, batches=(BATCHES, "batch sizes, in pairs"), width=(WIDTH, "embedding dimension"))
+    number_options(parser, rounds=(None, "fresh processes for each number (default: 3, or 1 above 16384 pairs)"))
     arguments(parser, "loss_cpu")
     args = parser.parse_args()
     record = Record.of_script("loss_cpu", args, width=args.width)

@@ -36,6 +36,7 @@ from megabatch_train.bench.losses import (
 )
 from megabatch_train.bench.measure import (
     OK,
+    ROUNDS_OPTION,
     WRONG,
     Record,
     arguments,
@@ -46,6 +47,7 @@ from megabatch_train.bench.measure import (
     failure,
     groups,
     milliseconds,
+    number_options,
     paragraphs,
     peak_memory,
     take_turns,
@@ -257,10 +259,7 @@ def main() -> int:
     parser.add_argument(
         "--siglip", nargs="*", default=["65536x768"], metavar="BxD", help="batches and dims of the SigLIP losses"
     )
-    parser.add_argument(
-        "--large", nargs="*", type=int, default=[], metavar="B", help="batches with one step each at D = 512, such as 1048576"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="number of turns of each system; the median counts (default: 3)")
+    number_options(parser, large=([], "batches with one step each at D = 512, such as 1048576"), rounds=ROUNDS_OPTION)
     arguments(parser, "loss_gpu", 260)
     args = parser.parse_args()
     device = device_of(args)

@@ -31,6 +31,7 @@ from megabatch_train.bench.measure import (
     device_of,
     groups,
     milliseconds,
+    number_options,
     paragraphs,
     peak_memory,
 )
@@ -255,10 +256,6 @@ def run_case(s: Subject, plan: step.Plan, batch: int, source: str, args: argpars
     }
 
 
-def plans(s: Subject, gpu: gpus.Gpu, chunk: int) -> step.Plan:
-    return step.make(s.planned, step.Setup(gpu, 1), chunk)
-
-
 def validate(record: Record, args: argparse.Namespace) -> None:
     gpu = gpus.find("H200")
     if args.device == "cuda":
@@ -281,10 +278,8 @@ def validate(record: Record, args: argparse.Namespace) -> None:
         s = subjects[name]
         try:
             if (name, chunk) not in plan_and_times:
-                plan_and_times[name, chunk] = (
-                    step.make(s.planned, step.Setup(gpu, 1), chunk),
-                    chunk_seconds(s, chunk, args.device),
-                )
+                plan = step.make(s.planned, step.Setup(gpu, 1), chunk)
+                plan_and_times[name, chunk] = plan, chunk_seconds(s, chunk, args.device)
             plan, times = plan_and_times[name, chunk]
             result = run_case(s, plan, batch, source, args) | encoding(plan, times, batch, gpu)
         except torch.OutOfMemoryError as error:
@@ -431,7 +426,7 @@ def main() -> int:
     parser.add_argument(
         "--models", nargs="*", choices=[name for name in SIZES if name != "tiny"], help="models to measure (default: all)"
     )
-    parser.add_argument("--workers", type=int, default=12, help="number of threads that read images for replay (default: 12)")
+    number_options(parser, workers=(12, "number of threads that read images for replay"))
     arguments(parser, "plan_validation", 540)
     args = parser.parse_args()
     args.device = device_of(args)

@@ -13,7 +13,7 @@ The methods of two projects are implemented here, so that only the methods diffe
 - "DisCo-CLIP" follows arXiv 2304.08480. Every rank gathers all embeddings and forms the logits of its own rows and its own
   columns. In the backward pass, an all-reduce sums the gradients of the gathered embeddings, and every rank takes its own.
 
-The sigmoid loss has its own float64 reference.
+The sigmoid loss is compared with the float64 reference of `loss_gpu.py`.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from loss_gpu import BIAS, siglip_truth
 from torch import Tensor
 
 import megabatch
@@ -38,8 +39,7 @@ from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.sums import LogSum
 from megabatch_train.bench import losses
 from megabatch_train.bench.losses import ClipTruth, Loss, pairs, sample_rows, truth_of
-from megabatch_train.bench.measure import OK, Record, arguments, fresh_process, paragraphs
-from megabatch_train.commands import parse_positive_int
+from megabatch_train.bench.measure import OK, Record, arguments, fresh_process, number_options, paragraphs
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell
 
@@ -47,7 +47,6 @@ BATCH, WIDTH, WORLDS = 8192, 256, [1, 2, 4, 8]
 SYNCHRONOUS, GATHER, TWO_RINGS, DISCO = "ring, synchronous", "gather, tiles", "two rings", "DisCo-CLIP"
 SIGMOID_DENSE, SIGMOID_TILES = "sigmoid, open_clip", "sigmoid, megabatch"
 SIGMOID = (SIGMOID_DENSE, SIGMOID_TILES)
-SIGMOID_BIAS = -10.0  # initial bias of SigLIP
 ABOUT = {  # in the order of the table
     losses.VANILLA: losses.ABOUT_LEVELS[losses.VANILLA],
     losses.LOCAL: losses.ABOUT_LEVELS[losses.LOCAL],
@@ -156,12 +155,12 @@ def disco(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
 
 def sigmoid_ring(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     with ring.use_route("ring"):
-        return megabatch.siglip_loss(image, text, scale, SIGMOID_BIAS, group=dist.group.WORLD)
+        return megabatch.siglip_loss(image, text, scale, BIAS, group=dist.group.WORLD)
 
 
 def sigmoid_dense(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     loss = losses.open_clip_losses().SigLipLoss(rank=dist.get_rank(), world_size=dist.get_world_size())
-    value: Tensor = loss(image, text, scale, torch.tensor(SIGMOID_BIAS))
+    value: Tensor = loss(image, text, scale, torch.tensor(BIAS))
     return value
 
 
@@ -275,40 +274,15 @@ def truth(batch: int, width: int) -> ClipTruth:
 
 
 def sigmoid_truth(batch: int, width: int) -> ClipTruth:
-    """Returns the sigmoid loss and sampled gradient rows in float64, by autograd over a few rows of logits at a time."""
-    image, text, log_scale = (tensor.detach().double() for tensor in pairs(batch, width))
-    x, y, total = image.requires_grad_(), text.requires_grad_(), 0.0
-    for start in range(0, batch, 512):
-        rows = torch.arange(start, min(start + 512, batch))
-        signs = -torch.ones(len(rows), batch, dtype=torch.float64)
-        signs[torch.arange(len(rows)), rows] = 1.0
-        part = -F.logsigmoid(signs * (log_scale.exp() * x[rows] @ y.T + SIGMOID_BIAS)).sum() / batch
-        part.backward()  # type: ignore[no-untyped-call]
-        total += part.item()
-    sample = sample_rows(batch)
-    assert x.grad is not None
-    assert y.grad is not None
-    return ClipTruth(total, x.grad[sample], y.grad[sample])
+    """Returns the reference of the sigmoid loss. Runs in a fresh process."""
+    image, text, log_scale = (tensor.detach() for tensor in pairs(batch, width))
+    return siglip_truth(image, text, log_scale.exp().item(), sample_rows(batch))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--worlds", type=parse_positive_int, nargs="+", default=WORLDS, metavar="R", help="numbers of ranks (default: 1 2 4 8)"
-    )
-    parser.add_argument(
-        "--batch", type=parse_positive_int, default=BATCH, metavar="B", help=f"pairs of all ranks together (default: {BATCH})"
-    )
-    parser.add_argument(
-        "--width", type=parse_positive_int, default=WIDTH, metavar="D", help=f"embedding dimension (default: {WIDTH})"
-    )
-    parser.add_argument(
-        "--repeats",
-        type=parse_positive_int,
-        default=3,
-        metavar="N",
-        help="number of timed steps; the fastest counts (default: 3)",
-    )
+    number_options(parser, worlds=(WORLDS, "numbers of ranks"), batch=(BATCH, "pairs of all ranks together"))
+    number_options(parser, width=(WIDTH, "embedding dimension"), repeats=(3, "number of timed steps; the fastest counts"))
     parser.add_argument("--systems", nargs="+", choices=list(ABOUT), default=list(ABOUT), metavar="S", help=", ".join(ABOUT))
     arguments(parser, "ring")
     args = parser.parse_args()

@@ -19,8 +19,7 @@ import torch
 from dense_losses import LOSSES, inputs_of, relative_errors, step_of, truth_of
 from torch import Tensor
 
-from megabatch_train.bench.measure import Record, arguments, groups, milliseconds, paragraphs, with_gradients
-from megabatch_train.commands import parse_positive_int
+from megabatch_train.bench.measure import Record, arguments, groups, milliseconds, number_options, paragraphs, with_gradients
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell, ratio
 
@@ -143,20 +142,8 @@ def draw(record: dict[str, Any]) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        type=parse_positive_int,
-        default=SIZES,
-        metavar="B",
-        help="batch sizes, in pairs (default: 64 256 1024 4096)",
-    )
-    parser.add_argument(
-        "--width", type=parse_positive_int, default=WIDTH, metavar="D", help=f"embedding dimension (default: {WIDTH})"
-    )
-    parser.add_argument(
-        "--threads", nargs="+", type=parse_positive_int, default=THREADS, metavar="T", help="numbers of threads (default: 1 2)"
-    )
+    number_options(parser, sizes=(SIZES, "batch sizes, in pairs"), width=(WIDTH, "embedding dimension"))
+    number_options(parser, threads=(THREADS, "numbers of threads"))
     parser.add_argument("--tiny", action="store_true", help="run the same code with small sizes")
     arguments(parser, "small_cpu")
     args = parser.parse_args()

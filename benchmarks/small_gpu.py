@@ -30,6 +30,7 @@ from megabatch_train.bench.measure import (
     clear,
     device_of,
     groups,
+    number_options,
     paragraphs,
     take_turns,
     with_gradients,
@@ -210,19 +211,8 @@ def draw(record: dict[str, Any]) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--sizes", nargs="*", type=int, default=SIZES, help="batch sizes of clip_loss, in pairs (default: 64 to 32768)"
-    )
-    parser.add_argument(
-        "--widths", nargs="*", type=int, default=WIDTHS, help="embedding dimensions of clip_loss (default: 512 1024)"
-    )
-    parser.add_argument(
-        "--others",
-        nargs="*",
-        type=int,
-        default=OTHER_SIZES,
-        help="batch sizes of the other losses, in pairs (default: 64 to 32768)",
-    )
+    number_options(parser, sizes=(SIZES, "batch sizes of clip_loss, in pairs"), widths=(WIDTHS, "dimensions of clip_loss"))
+    number_options(parser, others=(OTHER_SIZES, "batch sizes of the other losses, in pairs"))
     arguments(parser, "small_gpu", 260)
     args = parser.parse_args()
     device = device_of(args)

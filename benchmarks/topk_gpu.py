@@ -21,6 +21,7 @@ import megabatch as mb
 from megabatch_train.bench.measure import (
     LATE,
     OK,
+    ROUNDS_OPTION,
     WRONG,
     Record,
     arguments,
@@ -29,6 +30,7 @@ from megabatch_train.bench.measure import (
     device_of,
     failure,
     groups,
+    number_options,
     paragraphs,
     peak_memory,
     take_turns,
@@ -216,8 +218,7 @@ def main() -> int:
     parser.add_argument(
         "--sizes", nargs="*", default=None, metavar="MxDxK", help=f"columns, dim and k (default: {' '.join(SIZES)})"
     )
-    parser.add_argument("--rows", type=int, default=65536, help="number of rows, at most as many as columns (default: 65536)")
-    parser.add_argument("--rounds", type=int, default=3, help="number of turns of each system; the median counts (default: 3)")
+    number_options(parser, rows=(65536, "number of rows, at most as many as columns"), rounds=ROUNDS_OPTION)
     arguments(parser, "topk_gpu", 150)
     args = parser.parse_args()
     if args.sizes is None:

@@ -35,7 +35,7 @@ from typing import Any
 from train_speed_child import OPEN_CLIP, PEAK, TOWERS
 
 from megabatch import extras
-from megabatch_train.bench.measure import Record, arguments, chip, device_of, paragraphs
+from megabatch_train.bench.measure import Record, arguments, chip, device_of, number_options, paragraphs
 from megabatch_train.display import plots, tables
 from megabatch_train.display.tables import TextTable
 from megabatch_train.evaluation import results
@@ -351,15 +351,15 @@ def main() -> None:
     add("--shards", type=Path, help="folder for the shards, which the next call can use (default: a temporary folder)")
     add("--peers", type=Path, help="folder with open_clip, open_clip_train and webdataset, which is added to PYTHONPATH")
     add("--model", default="ViT-B-32", help="model of open_clip (default: ViT-B-32)")
-    add("--samples", type=int, default=32768, help="number of pairs in the shards (default: 32768)")
-    add("--files", type=int, default=64, help="number of shards, at least as many as workers of open_clip (default: 64)")
-    add("--batches", type=int, nargs="+", default=[4096, 16384], help="batch sizes of megabatch (default: 4096 16384)")
-    add(
-        "--open-clip",
-        type=int,
-        nargs="*",
-        default=[1024, 2048, 4096, 8192],
-        help="batch sizes of open_clip (default: 1024 2048 4096 8192)",
+    number_options(
+        parser,
+        samples=(32768, "number of pairs in the shards"),
+        files=(64, "number of shards, at least as many as workers of open_clip"),
+        batches=([4096, 16384], "batch sizes of megabatch"),
+        open_clip=([1024, 2048, 4096, 8192], "batch sizes of open_clip"),
+        chunk=(512, "number of samples that only the towers encode at once"),
+        steps=(8, f"number of steps of each run, in addition to the first {SKIPPED}"),
+        workers=(len(os.sched_getaffinity(0)), "data-loader workers of open_clip; the default is the number of cores"),
     )
     add("--variants", nargs="*", choices=[name for name in VARIANTS if name], default=["not compiled"])
     add(
@@ -368,14 +368,6 @@ def main() -> None:
         choices=list(TOWERS_HOW),
         default=list(TOWERS_HOW),
         help="how to run only the towers (default: both)",
-    )
-    add("--chunk", type=int, default=512, help="number of samples that only the towers encode at once (default: 512)")
-    add("--steps", type=int, default=8, help=f"number of steps of each run, in addition to the first {SKIPPED} (default: 8)")
-    add(
-        "--workers",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        help="data-loader workers of open_clip (default: number of cores)",
     )
     add("--limit", type=float, default=120, help="time limit of a run in seconds (default: 120)")
     args = parser.parse_args()

@@ -161,10 +161,16 @@ def test_only_the_command_line_imports_benchmarks():
         assert package in ("commands", "bench") or not places, "\n".join(places)
 
 
-def test_a_folder_has_at_most_thirteen_modules():
+def test_a_folder_has_at_most_twelve_modules():
     counts = Counter(path.parent for path in modules().values() if path.name != "__init__.py")
     for folder, count in counts.items():
-        assert count <= 13, f"{folder} has {count} modules"
+        assert count <= 12, f"{folder} has {count} modules"
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_package_has_at_most_sixty_five_files(root):
+    files = [path for module, path in modules().items() if module.split(".")[0] == root]
+    assert len(files) <= 65
 
 
 def test_the_picture_shows_every_package():

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megabatch as mb
 from helpers import unit
-from megabatch.integrations.wrapping import full_tensor as gathered
+from megabatch.integrations.trainers import full_tensor as gathered
 from ranks import CountedReduceScatter
 
 CHUNKS = (3, 2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch.integrations.wrapping import route_through_wrappers
+from megabatch.integrations.trainers import route_through_wrappers
 from steps import Loss, assert_same, cached, gradients
 
 transformers = pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')

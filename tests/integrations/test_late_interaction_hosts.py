@@ -53,7 +53,7 @@ def assert_same(found, wanted, factor=1.0, tolerance=1e-12):
 
 
 def test_queries_alone_are_refused():
-    from megabatch.integrations.wrapping import ranking_loss
+    from megabatch.integrations.trainers import ranking_loss
 
     with pytest.raises(ValueError, match="at least two columns, queries and their documents, got 1"):
         ranking_loss([torch.ones(2, 3, 4)], [None], 1.0)

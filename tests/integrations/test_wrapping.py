@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import loops
 import megabatch as mb
 from megabatch.integrations import trainers
-from megabatch.integrations.wrapping import encode_towers, full_tensor, route_through_wrappers, unwrap
+from megabatch.integrations.trainers import encode_towers, full_tensor, route_through_wrappers, unwrap
 
 UNITS = [("model",), ("image", "model"), ("model", "root"), ("image", "text", "root"), ("image", "text"), ("root",)]
 

@@ -21,7 +21,7 @@ from megabatch.cached import HostSource
 from megabatch.cached import cached_backward as plain_cached_backward
 from megabatch.cached.memory import is_sharded
 from megabatch.cached.sources import TensorSource
-from megabatch.integrations.wrapping import full_tensor, unwrap
+from megabatch.integrations.trainers import full_tensor, unwrap
 from megabatch.losses import ClipLoss, DistillClipLoss, SigLipLoss
 
 __all__ = [

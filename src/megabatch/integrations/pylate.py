@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megabatch import extras
 from megabatch.dispatch import Backend
-from megabatch.integrations.wrapping import candidate_scores, ranking_loss
+from megabatch.integrations.trainers import candidate_scores, ranking_loss
 
 extras.load("pylate", purpose="megabatch.integrations.pylate")
 

@@ -25,7 +25,7 @@ from megabatch import extras
 from megabatch.cached import second_pass
 from megabatch.cached.sources import from_mask, longest_first
 from megabatch.dispatch import Backend
-from megabatch.integrations.wrapping import LearnedScale, candidate_scores, differentiate, ranking_loss
+from megabatch.integrations.trainers import LearnedScale, candidate_scores, differentiate, ranking_loss
 from megabatch.losses.negatives import Contrast
 from megabatch.world import default_group
 

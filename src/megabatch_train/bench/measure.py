@@ -278,6 +278,7 @@ def join(rank: int, world: int, address: str, seconds: float) -> None:
 
 PATHS = ("--data", "--shards", "--peers")  # options whose value is "FOLDER" in the recorded command
 RESULTS = Path("benchmarks/results")
+ROUNDS_OPTION = 3, "number of turns of each system; the median counts"  # for `number_options`
 Row = dict[str, Any]
 
 
@@ -291,6 +292,16 @@ def arguments(parser: argparse.ArgumentParser, name: str, seconds: float | None 
         )
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
     parser.add_argument("--name", default=name, help="name of the files (default: %(default)s)")
+
+
+def number_options(parser: argparse.ArgumentParser, **options: tuple[Any, str]) -> None:
+    """Adds options for whole numbers: `sizes=([64, 256], "batch sizes")`. With a list as default, an option takes several."""
+    for name, (default, text) in options.items():
+        is_list = isinstance(default, list | tuple)
+        shown = " ".join(map(str, default)) if is_list else default
+        ending = "" if shown in ("", None) else f" (default: {shown})"
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, nargs="*" if is_list else None, default=default, metavar="N", help=text + ending)
 
 
 def device_of(args: argparse.Namespace) -> str:
