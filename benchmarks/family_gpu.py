@@ -169,6 +169,7 @@ COLORS = {
     "pairwise_logsumexp(z, z)": plots.MINT,
     DENSE: plots.GREY,
 }
+LABEL_POINTS = 9.5  # at least 9 pixels if the plot is 390 pixels wide
 HEADINGS = ["loss", "B", "system", "ms", "× megabatch", "products", "bare ÷ time", "extra GiB", "value", "error"]
 
 
@@ -208,39 +209,42 @@ def _tabulate_products(record: dict[str, Any]) -> str:
 
 
 def draw(record: dict[str, Any]) -> Any:
-    """Draws time and memory at the largest batch, with a bar for megabatch and a mark with a name for each library.
+    """Draws time and memory at the largest batch, with a bar for megabatch and a mark for each library.
 
-    If a library cannot run this batch, its largest batch is written next to the memory.
+    If a library cannot run this batch, its largest batch is written next to the name of the loss.
     """
     most = max(r["rows"] for r in record["results"])
     names = list(dict.fromkeys(r["loss"] for r in record["results"] if r["rows"] == most and "ms" in r))
     title = f"Losses of {most:,} × {record['width']}, forward and backward; {chip(record)}"
-    figure, panels = plots.panels(title, 2, height=0.6 + 0.36 * len(names), width=8.0)
+    figure, panels = plots.panels(title, 2, height=1.4 + 0.42 * len(names))
     large = [r for r in record["results"] if r["rows"] == most and r["loss"] in names]
     for axes, key, unit, label in zip(
         panels, ("ms", "peak_bytes"), (1.0, 2**30), ("milliseconds", "peak memory beyond inputs, GiB"), strict=True
     ):
-        for position, name in enumerate(names):
-            values = {r["system"]: r[key] / unit for r in large if r["loss"] == name and key in r}
-            axes.barh(position, values.pop(OURS, 0.0), color=plots.GREEN, height=0.55)
-            if BARE in values:
-                axes.plot([values[BARE]] * 2, [position - 0.4, position + 0.4], color=plots.INK, linewidth=2)
-            peers = sorted((value, system) for system, value in values.items() if system in COLORS)
-            for i, (value, system) in enumerate(peers):
-                axes.plot(value, position, "D", color=COLORS[system], markersize=5)
-                offset = (7, 0) if len(peers) == 1 else (7, 4 - 8 * i)
-                style = {"textcoords": "offset points", "va": "center", "fontsize": 6.5, "color": COLORS[system]}
-                axes.annotate(system, (value, position), offset, **style)
-        axes.set_ylim(len(names) - 0.4, -0.6)
+        for system, color in {OURS: plots.GREEN, BARE: plots.INK, **COLORS}.items():
+            values = {names.index(r["loss"]): r[key] / unit for r in large if r["system"] == system and key in r}
+            if not values:
+                continue
+            legend = "only the matmuls" if system == BARE else system
+            if system == OURS:
+                axes.barh(list(values), list(values.values()), color=color, height=0.36, label=legend)
+            else:
+                mark = {"marker": "|", "markersize": 13, "markeredgewidth": 2} if system == BARE else {"marker": "D"}
+                axes.plot(
+                    list(values.values()), list(values), linestyle="", color=color, label=legend, **{"markersize": 5} | mark
+                )
+        axes.set_ylim(len(names) - 0.6, -0.9)
         axes.grid(visible=False, axis="y")
+        axes.tick_params(axis="y", length=0)
+        axes.set_yticks([])
         plots.log_axis(axes, "x")
-        axes.set_xlim(right=axes.get_xlim()[1] * 3)  # space for the names
-        axes.set_yticks(range(len(names)), names, fontsize=7.5)
         axes.set_xlabel(label)
-    panels[0].set_title("green: megabatch; black line: only the matmuls", fontsize=9, color=plots.GREY)
-    for position, name in enumerate(names):
-        panels[1].annotate(
-            "  " + describe_largest_batches(record, name, most), (1, position), xycoords=("axes fraction", "data"), fontsize=6.5
+        for position, name in enumerate(names):
+            place = {"xycoords": ("axes fraction", "data"), "va": "center", "fontsize": LABEL_POINTS}
+            limits = "" if key == "ms" else describe_largest_batches(record, name, most)
+            axes.annotate(f"{name} ({limits})" if limits else name, (0.01, position - 0.4), **place, color=plots.INK)
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=LABEL_POINTS, labelcolor=plots.INK
         )
     return figure
 

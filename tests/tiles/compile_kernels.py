@@ -108,6 +108,7 @@ def main(capability: int, precision: str, features: bool) -> None:
     target = GPUTarget("cuda", capability, 32)
     kernel_plan.shared_memory = lambda device: SHARED_MEMORY[capability]
     with_gluon = capability == 90 and kernel_plan.compiles_gluon()
+    kernel_plan.has_copy_engine = lambda device: capability >= 90
     kernel_plan.has_gluon = lambda device: with_gluon
     kernels = (
         (logsumexp, "_logsumexp_kernel"),

@@ -51,6 +51,7 @@ _GRADIENT_SMALL = KernelTile(rows=128, columns=128, dims=64, warps=8, stages=2) 
 
 # Shared memory that one program needs for the measured tiles. GPUs with less shared memory use the small tiles.
 _LARGE_SHARED_MEMORY = 152 * 2**10
+_RESERVED_MEMORY = 2**10  # bytes of shared memory that CUDA reserves for each program
 
 # The tile of the kernel that recomputes the sums of a few rows by online softmax.
 ONLINE = KernelTile(rows=64, columns=64, dims=32, warps=4, stages=2)
@@ -251,7 +252,30 @@ def logsumexp_tile(precision: str, device: torch.device) -> KernelTile:
 
 def gradient_tile(precision: str, device: torch.device) -> KernelTile:
     """Returns the tile of the gradient-strip kernel."""
-    return _tile(_GRADIENT, _GRADIENT_TF32, _GRADIENT_FLOAT32, _GRADIENT_SMALL, precision, device)
+    tile = _tile(_GRADIENT, _GRADIENT_TF32, _GRADIENT_FLOAT32, _GRADIENT_SMALL, precision, device)
+    element_bytes = 2 if precision in (BFLOAT16, FLOAT16) else 4
+    return _fit_programs(tile, element_bytes, shared_memory(device), stores_from_memory=has_copy_engine(device))
+
+
+@cache
+def _fit_programs(tile: KernelTile, element_bytes: int, shared: int, *, stores_from_memory: bool) -> KernelTile:
+    """Returns the tile with fewer stages if its programs need more shared memory than a multiprocessor has.
+
+    If two stages are still too many, the tile gets its former stages and one program per multiprocessor. On the H200, all
+    programs fit. On an A100, the tile of half precision gets two stages instead of three. This is not measured.
+
+    Args:
+        tile: the tile.
+        element_bytes: bytes of an element of the embeddings.
+        shared: bytes of shared memory that one program may use. A multiprocessor has one more `_RESERVED_MEMORY`.
+        stores_from_memory: whether half of the tile is copied to shared memory before it is stored.
+    """
+    store = tile.rows * tile.columns // 2 * element_bytes if stores_from_memory else 0
+    for stages in range(tile.stages, 1, -1):
+        size = stages * (tile.rows + tile.columns) * tile.dims * element_bytes + store
+        if tile.per_multiprocessor * (size + _RESERVED_MEMORY) <= shared + _RESERVED_MEMORY:
+            return replace(tile, stages=stages)
+    return replace(tile, per_multiprocessor=1)
 
 
 def _tile(
@@ -287,6 +311,12 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 2**20
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+@cache
+def has_copy_engine(device: torch.device) -> bool:
+    """Returns whether kernels store tiles by the copy engine, which reads them from shared memory. Hopper and newer GPUs do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
