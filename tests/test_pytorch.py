@@ -12,8 +12,7 @@ import megabatch as mb
 from helpers import aligned_pairs, leaves, no_dense_path, tile_size, unit
 from megabatch import operators, reference
 from megabatch.operators import fused
-from megabatch.operators.logsumexp import KEPT, SEPARATE, SKIPPED, logsumexp_backward
-from megabatch.operators.softplus import softplus_backward
+from megabatch.operators.two_pass import KEPT, SEPARATE, SKIPPED, logsumexp_backward, softplus_backward
 
 
 def everything(x, y, scale, bias, ids):

@@ -198,6 +198,31 @@ def _one_each(value: Tensor, name: str, like: Tensor, side: str) -> None:
     _same_device(value, name, like)
 
 
+def number_in_range(name: str, value: Any, expected: str, *, below: float = math.inf, at_most: float = math.inf) -> float:
+    """Checks a number of at least 0, less than `below` and at most `at_most`. `expected` names this range in the message."""
+    number = float(value) if isinstance(value, (float, Real)) and not isinstance(value, bool) else math.nan
+    if not 0 <= number <= at_most or number >= below:
+        raise ValueError(f"{name} must be a number {expected}, got {value!r}")
+    return number
+
+
+def check_smoothing(value: Any, **excluding: Any) -> float:
+    """Checks `label_smoothing` and returns it as a float.
+
+    If it is above 0, the arguments in `excluding` must be None. They would exclude pairs, but smoothing averages over all keys.
+    """
+    if type(value) is float and value == 0.0:
+        return value  # the default; the checks below would take 3 µs, which matters in a small step
+    amount = number_in_range("label_smoothing", value, "from 0 to 1", at_most=1)
+    for name, given in excluding.items():
+        if amount > 0 and given is not None:
+            raise ValueError(
+                f"{name} must be None with label smoothing, whose mean is taken over all keys of the batch, got "
+                f"{type(given).__name__}"
+            )
+    return amount
+
+
 def _same_device(value: Tensor, name: str, like: Tensor) -> None:
     if value.device != like.device:
         raise ValueError(f"{name} must be on {like.device}, where the embeddings are, got {value.device}; move it with .to()")

@@ -8,8 +8,8 @@ import torch
 import megabatch as mb
 from helpers import aligned_pairs, leaves, outcomes, tile_size, unit
 from megabatch import operators
-from megabatch.operators.logsumexp import ALL, EQUAL_IDS, OTHERS, symmetric_logsumexp_backward
 from megabatch.operators.rowwise import positives_backward
+from megabatch.operators.two_pass import ALL, EQUAL_IDS, OTHERS, symmetric_logsumexp_backward
 from megabatch_train.bench.measure import fresh_process, peak_memory
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from helpers import no_dense_path
 from megabatch import operators
-from megabatch.operators.logsumexp import KEPT, logsumexp_backward
+from megabatch.operators.two_pass import KEPT, logsumexp_backward
 from megabatch.tiles import eager
 from megabatch.tiles.eager import Tiles
 

@@ -6,7 +6,7 @@ import torch
 from helpers import unit
 from megabatch import operators
 from megabatch.kernels import plan as kernel_plan
-from megabatch.operators.logsumexp import ALL, KEPT, logsumexp_backward, symmetric_logsumexp_backward
+from megabatch.operators.two_pass import ALL, KEPT, logsumexp_backward, symmetric_logsumexp_backward
 from rounding import gradients_rounded_differently, truth_and_bounds
 
 pytestmark = [

@@ -26,8 +26,8 @@ from megabatch.kernels.ranking import rank_counts, topk
 from megabatch.kernels.two_models import soft_gradients, soft_statistics
 from megabatch.tiles import plan
 from megabatch.tiles.block import TRITON, Block, ColumnGradients, Needs, windows
-from megabatch.tiles.plan import Triangle, TriangleSide
 from megabatch.tiles.sums import LogSum
+from megabatch.tiles.symmetric import Triangle, TriangleSide
 
 __all__ = [
     "finish_rows",

@@ -20,7 +20,7 @@ from megabatch.operators.autograd import (
     logit,
     statistic,
 )
-from megabatch.operators.logsumexp import KEPT, SEPARATE
+from megabatch.operators.two_pass import KEPT, SEPARATE
 from megabatch.ring.passes import add
 from megabatch.ring.ranks import Lap, Merge, Ranks, Tensors, Work, agree, choose_route
 from megabatch.ring.routes import Route

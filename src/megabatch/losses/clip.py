@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megabatch import checks
 from megabatch.dispatch import Backend, Group, Reduction
-from megabatch.losses.formulas import check_smoothing, cross_entropy, reduce_losses
 from megabatch.losses.info_nce import info_nce_loss
 from megabatch.primitives import (
     SEPARATE,
     autocast_device,
+    cross_entropy,
     cross_entropy_loss,
     describe_loss,
     execution,
@@ -23,6 +23,7 @@ from megabatch.primitives import (
     mean_logit,
     number,
     pairs,
+    reduce_losses,
     sigmoid_loss,
     soft_cross_entropy,
     sum_over_ranks,
@@ -76,7 +77,7 @@ def clip_loss(
             "sum" and "none" return the losses of this rank's pairs. See docs/ring.md.
         backend: "auto", "eager" (PyTorch operations) or "triton" (kernels). It changes the speed but not the result.
     """
-    label_smoothing = check_smoothing(label_smoothing, ids=ids)
+    label_smoothing = checks.check_smoothing(label_smoothing, ids=ids)
     loss = describe_loss(group, "clip_loss", label_smoothing=label_smoothing, reduction=reduction)
     run = pairs(image, text, ("image", "text"), ids=ids, reduction=reduction, group=group, loss=loss, backend=backend)
     standard = label_smoothing == 0

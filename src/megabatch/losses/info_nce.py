@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megabatch import checks
 from megabatch.dispatch import Backend, Group, Reduction
-from megabatch.losses.formulas import check_smoothing, cross_entropy, number_in_range, reduce_losses
 from megabatch.losses.negatives import (
     KEY_KEY,
     QUERY_KEY,
@@ -18,7 +18,15 @@ from megabatch.losses.negatives import (
     Negatives,
     describe_purpose,
 )
-from megabatch.primitives import cross_entropy_loss, describe_loss, mean_logit, pairs, sum_over_ranks
+from megabatch.primitives import (
+    cross_entropy,
+    cross_entropy_loss,
+    describe_loss,
+    mean_logit,
+    pairs,
+    reduce_losses,
+    sum_over_ranks,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # InfoNCE: each query finds its key among many. Dense retrieval, two-tower recommenders, MoCo and GTE use forms of it.
@@ -84,7 +92,7 @@ def info_nce_loss(
         group: see `clip_loss`; each rank passes its own pairs and negatives.
         backend: see `clip_loss`.
     """
-    label_smoothing = check_smoothing(label_smoothing, ids=ids, margin=margin, guide=guide)
+    label_smoothing = checks.check_smoothing(label_smoothing, ids=ids, margin=margin, guide=guide)
     others_are_keys = negatives is None and contrast in ((QUERY_KEY,), [QUERY_KEY])
     if others_are_keys and log_q is None and margin is None and guide is None and label_smoothing == 0:
         loss = describe_loss(group, "info_nce_loss", reduction=reduction)
@@ -272,8 +280,8 @@ def hcl_loss(
         group: see `clip_loss`.
         backend: see `clip_loss`.
     """
-    beta = number_in_range("beta", beta, "of at least 0")
-    tau_plus = number_in_range("tau_plus", tau_plus, "from 0 to below 1", below=1)
+    beta = checks.number_in_range("beta", beta, "of at least 0")
+    tau_plus = checks.number_in_range("tau_plus", tau_plus, "from 0 to below 1", below=1)
     batch = ContrastBatch.of(
         query,
         key,

@@ -8,8 +8,12 @@ from torch import Tensor
 from megabatch import checks
 from megabatch.dispatch import Backend, Group, Reduction
 from megabatch.late import KEPT, SEPARATE, Similarities, Tokens
-from megabatch.losses.formulas import cross_entropy, log_add, reduce_losses
-from megabatch.primitives import describe_loss
+from megabatch.primitives import (
+    cross_entropy,
+    describe_loss,
+    log_add,
+    reduce_losses,
+)
 
 
 def late_interaction_loss(

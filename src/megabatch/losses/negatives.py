@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megabatch import checks, primitives
 from megabatch.dispatch import Backend, Execution, Group, Reduction
-from megabatch.losses.formulas import log_add, segment_logsumexp
 from megabatch.primitives import (
     SEPARATE,
     SKIPPED,
@@ -17,9 +16,11 @@ from megabatch.primitives import (
     LogSums,
     ceiling_above,
     execution,
+    log_add,
     logits_of,
     logsumexp,
     matching_products,
+    segment_logsumexp,
 )
 
 # ----------------------------------------------------------------------------------------------------------------------

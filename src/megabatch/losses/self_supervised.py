@@ -7,16 +7,18 @@ from torch import Tensor
 
 from megabatch import checks, primitives
 from megabatch.dispatch import Backend, Group, Reduction
-from megabatch.losses.formulas import cross_entropy, log_add, reduce_losses
 from megabatch.primitives import (
     SEPARATE,
+    cross_entropy,
     describe_loss,
     execution,
+    log_add,
     logsumexp,
     mean_positive_logits,
     number,
     pairs,
     positives_logsumexp,
+    reduce_losses,
     symmetric_logsumexp,
     widen_float16,
 )

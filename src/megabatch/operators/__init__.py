@@ -5,10 +5,9 @@ Its arguments are tensors, strings and booleans, which the caller has checked. `
 """
 
 from megabatch.operators.autograd import apply
-from megabatch.operators.logsumexp import logsumexp, soft_cross_entropy, symmetric_logsumexp
 from megabatch.operators.ranking import rank, topk
 from megabatch.operators.rowwise import matching, positives, total
-from megabatch.operators.softplus import softplus
+from megabatch.operators.two_pass import logsumexp, soft_cross_entropy, softplus, symmetric_logsumexp
 
 __all__ = [
     "apply",

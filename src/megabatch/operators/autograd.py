@@ -29,7 +29,7 @@ from megabatch.tiles.block import (
     backend_for,
     sums_dtype,
 )
-from megabatch.tiles.plan import Triangle
+from megabatch.tiles.symmetric import Triangle
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Operators under `torch.func`: grad, vjp, jacrev and vmap work, and forward mode raises an error.

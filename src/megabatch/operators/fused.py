@@ -32,17 +32,17 @@ from megabatch.operators.autograd import (
     passes_for,
     statistic,
 )
-from megabatch.operators.logsumexp import (
+from megabatch.operators.rowwise import positives, positives_backward
+from megabatch.operators.two_pass import (
     ALL,
     OTHERS,
     SEPARATE,
+    SoftplusInputs,
     logsumexp,
     logsumexp_backward,
     symmetric_logsumexp,
     symmetric_logsumexp_backward,
 )
-from megabatch.operators.rowwise import positives, positives_backward
-from megabatch.operators.softplus import SoftplusInputs
 from megabatch.tiles.block import (
     FLOAT16,
     FLOAT32,
@@ -103,7 +103,7 @@ def _is_last_backward() -> bool:
 
 
 def _cross_entropies(negatives: Tensor, match: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (N,), (N,)
-    """Returns log(1 + exp(negatives − match)) and its derivative, as `losses.formulas.cross_entropy` defines it."""
+    """Returns log(1 + exp(negatives − match)) and its derivative, as `primitives.cross_entropy` defines it."""
     overflow = match.clamp_min(0.0) * 0.0  # NaN where the match is +inf, elsewhere 0
     difference = (negatives - match + overflow).to(dtype)
     return exact_softplus(difference), difference.sigmoid()

@@ -19,7 +19,7 @@ from megabatch.dispatch import Execution
 from megabatch.operators.autograd import scale_gradients, use_device_of
 from megabatch.tiles import plan
 from megabatch.tiles.block import Block, Needs, add_matmul, by_matmul_setting, round_to_precision, windows
-from megabatch.tiles.plan import Rectangle, SameId
+from megabatch.tiles.symmetric import Rectangle, SameId
 
 
 def cross_entropy_loss(

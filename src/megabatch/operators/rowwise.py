@@ -19,7 +19,7 @@ from megabatch.ring.ranks import Ranks, Tensors, agree
 from megabatch.tiles import plan
 from megabatch.tiles.block import EAGER, TRITON, Block, by_matmul_setting, round_logits, round_to_precision, windows
 from megabatch.tiles.eager import rank_noise
-from megabatch.tiles.plan import SameId
+from megabatch.tiles.symmetric import SameId
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The dot products of matching pairs, ⟨x_i, y_i⟩, without a pass over a block: O(N·D), forward and backward.

@@ -21,8 +21,8 @@ from megabatch.tiles.block import (
     matching_logits,
     windows,
 )
-from megabatch.tiles.plan import Rectangle, Triangle, TriangleSide, part_of
 from megabatch.tiles.sums import Best, LogSum, SoftSum
+from megabatch.tiles.symmetric import Rectangle, Triangle, TriangleSide, part_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The passes over all ranks. Each method wraps the method of an engine with the same name.
