@@ -188,6 +188,41 @@ def test_few_calls(loss, most_launches, most_calls):
     assert len(work) <= most_calls, work
 
 
+@pytest.mark.quick({"dtype": torch.float32, "outlier": True}, {"dtype": torch.float16, "outlier": False})
+@pytest.mark.parametrize("outlier", [False, True])
+@DTYPES
+def test_views_in_several_squares(monkeypatch, dtype, outlier):
+    """300 samples are squares of 256 and 44 rows: on and above the diagonal within a view, and all of them between views."""
+    z1, z2, scale = inputs_of(300, 24, dtype, scale=100.0)
+    if outlier:  # all similarities of this view are negative, so its sum leaves the range of float32
+        with torch.no_grad():
+            for z in (z1, z2):
+                z[:, 0] = z[:, 0].abs() + 0.2
+                z.div_(z.norm(dim=1, keepdim=True))
+            z2[270] = -torch.eye(24, dtype=dtype, device=DEVICE)[0]
+    found = []
+    for rows in (512, 256):
+        monkeypatch.setattr(plan, "pair_square", lambda N, element_size, rows=rows: rows)
+        with Calls() as calls:
+            found.append(outcomes(lambda *a: mb.nt_xent_loss(*a, backend="triton"), (z1, z2, scale)))
+        assert not any("megabatch" in call for call in calls.names), "an operator ran"
+    for outcome in found:
+        assert_right(outcome, reference.nt_xent_loss, (z1, z2, scale))
+
+
+@pytest.mark.quick({"dtype": torch.float32, "needs": (1,)}, {"dtype": torch.float16, "needs": (2,)})
+@pytest.mark.parametrize("needs", [(0,), (1,), (2,), (0, 2), ()])
+@DTYPES
+def test_any_gradients_of_views_may_be_asked_for(dtype, needs):
+    assert_any_gradients(mb.nt_xent_loss, inputs_of(150, 24, dtype), needs)
+
+
+@pytest.mark.parametrize(("N", "element_size", "rows"), [(8192, 2, 8192), (32768, 2, 16384), (32768, 4, 11008), (300, 2, 512)])
+def test_a_square_of_views_fits_the_workspace(N, element_size, rows):
+    assert plan.pair_square(N, element_size) == rows
+    assert rows * rows * element_size <= 512 * 2**20
+
+
 # Labels of 70 rows: alone, in pairs and in larger groups, in all orders.
 LABELS = {
     "pairs": lambda N: torch.arange(N).roll(5) // 2,

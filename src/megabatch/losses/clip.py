@@ -54,7 +54,8 @@ def clip_loss(
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
     The loss is never negative and can be differentiated once. Its dtype is float32, or float64 for float64 inputs. See
-    `pairwise_logsumexp` for the precision.
+    `pairwise_logsumexp` for the precision. If a gradient is needed, the forward pass computes it, except with label smoothing
+    and with `reduction="none"`.
 
     Examples:
         ```python
