@@ -33,8 +33,8 @@ SIZES = (0, 1, 2, 2048, 2049, 4096, 4097, 8192, 8193, 32768, 32769, 65536, 65537
         (VIEWS, "triton", 32768, 512, FUSED, "one_gpu"),
         (VIEWS, "triton", 32769, 512, FUSED, "fused"),
         (LABELS, "triton", 8192, 512, DENSE, "dense"),
-        (LABELS, "triton", 8193, 512, FUSED, "one_gpu"),
-        (LABELS, "triton", 32769, 512, FUSED, "fused"),
+        (LABELS, "triton", 16384, 512, FUSED, "one_gpu"),
+        (LABELS, "triton", 16385, 512, FUSED, "fused"),
     ],
 )
 def test_sizes(kind, engine, rows, D, path, module):

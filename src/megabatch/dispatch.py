@@ -135,9 +135,11 @@ class Limits:
     # of 27.7 / 41.7 / 55.4 in two passes, `siglip_loss` 23.0 / 32.1 / 41.5 instead of 23.9 / 33.4 / 43.0. It needs 0.3 GiB more
     # memory.
     one_gpu: int = 65536
-    # A batch against itself. With more rows, the symmetric passes are used, because they compute only half of the matmuls
-    # (`tiles.plan`).
-    one_gpu_itself: int = 32768
+    # A step with more views is not launch-bound. H200, bf16, D = 512, 65,536 views: 16.4 ms by the operator.
+    one_gpu_views: int = 32768
+    # With labels, `one_gpu` computes all logits, and the operator only half of them (`tiles.symmetric`). H200, bf16, D = 512:
+    # 16,384 rows take 2.9 ms, and 6.4 ms in two passes. 32,768 rows take 10.1 ms, and 9.2 ms in two passes.
+    one_gpu_labels: int = 16384
     # Largest rows × D for which the float32 sums of dx, and later these sums plus the gradients, fit the workspace limits.
     one_gpu_elements: int = 2**27
 
@@ -160,7 +162,8 @@ RULES: Final = (
     Rule(DENSE, "dense", (ROWS,), EAGER, "dense_cpu_one_direction", cpu_only=True, plain=True),
     Rule(DENSE, "dense", KINDS, TRITON, "dense_triton", plain=True),
     Rule(FUSED, "one_gpu", (BOTH, ROWS, SIGMOID), TRITON, "one_gpu", plain=True),
-    Rule(FUSED, "one_gpu", (VIEWS, LABELS), TRITON, "one_gpu_itself", plain=True),
+    Rule(FUSED, "one_gpu", (VIEWS,), TRITON, "one_gpu_views", plain=True),
+    Rule(FUSED, "one_gpu", (LABELS,), TRITON, "one_gpu_labels", plain=True),
     Rule(FUSED, "fused", KINDS),
     Rule(TWO_PASS, "", KINDS, standard=False),
 )

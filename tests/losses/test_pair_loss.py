@@ -201,7 +201,8 @@ def test_views_in_several_squares(monkeypatch, dtype, outlier):
                 z.div_(z.norm(dim=1, keepdim=True))
             z2[270] = -torch.eye(24, dtype=dtype, device=DEVICE)[0]
     found = []
-    for rows in (512, 256):
+    for rows in (None, 512, 256):  # all logits at once, or each view in squares of so many rows
+        monkeypatch.setattr(plan, "fits_one_square", lambda N, element_size, rows=rows: rows is None)
         monkeypatch.setattr(plan, "pair_square", lambda N, element_size, rows=rows: rows)
         with Calls() as calls:
             found.append(outcomes(lambda *a: mb.nt_xent_loss(*a, backend="triton"), (z1, z2, scale)))
@@ -213,7 +214,8 @@ def test_views_in_several_squares(monkeypatch, dtype, outlier):
 @pytest.mark.quick({"dtype": torch.float32, "needs": (1,)}, {"dtype": torch.float16, "needs": (2,)})
 @pytest.mark.parametrize("needs", [(0,), (1,), (2,), (0, 2), ()])
 @DTYPES
-def test_any_gradients_of_views_may_be_asked_for(dtype, needs):
+def test_any_gradients_of_views_may_be_asked_for(monkeypatch, dtype, needs):
+    monkeypatch.setattr(plan, "fits_one_square", lambda N, element_size: False)
     assert_any_gradients(mb.nt_xent_loss, inputs_of(150, 24, dtype), needs)
 
 

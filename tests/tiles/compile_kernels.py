@@ -184,7 +184,9 @@ def launch_small(precision: str, features: bool, N: int, D: int = 512) -> None:
         for columns in (False, True):
             loss = module.cross_entropy_loss(x, y, scale, ids, run, columns=columns, mean=True)
             torch.autograd.grad(loss, (x, scale))
-        torch.autograd.grad(module.nt_xent_loss(x, y, scale, run, mean=True), x)
+        for fits in (True, False):
+            plan.fits_one_square = lambda N, element_size, fits=fits: fits
+            torch.autograd.grad(module.nt_xent_loss(x, y, scale, run, mean=True), (x, scale))
         torch.autograd.grad(module.sigmoid_loss(x, y, scale, bias, ids, run, **options), (x, scale, bias))
         torch.autograd.grad(module.sup_con_loss(x, labels, scale, run, mean=True), (x, scale))
     with torch.no_grad():

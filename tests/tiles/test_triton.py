@@ -337,8 +337,8 @@ def test_a_strip_of_pairs_fills_the_workspace(monkeypatch, N, element_size, size
         (32768, 4096, dispatch.SIGMOID, True),
         (32768, 512, dispatch.VIEWS, True),
         (32769, 512, dispatch.VIEWS, False),
-        (32768, 512, dispatch.LABELS, True),
-        (32769, 512, dispatch.LABELS, False),
+        (16384, 512, dispatch.LABELS, True),
+        (16385, 512, dispatch.LABELS, False),
     ],
 )
 def test_gradients_with_the_loss_fit_the_limits_of_memory(rows, D, kind, served):

@@ -38,7 +38,7 @@ def cross_entropy_loss(
     """
     divisor = (len(x) if mean else 1) * (2 if columns else 1)
     with use_device_of(x):
-        loss: Tensor = _CrossEntropy.apply(x, y, scale, ids, run.precision, columns, divisor, torch.is_grad_enabled())
+        loss: Tensor = _CrossEntropy.apply(x, y, scale, ids, ids, run.precision, columns, divisor, torch.is_grad_enabled())
     return loss
 
 
@@ -54,8 +54,15 @@ def nt_xent_loss(
 
     The loss of a sample is the mean of −log softmax(s)_ij over its two views i. View j is the other view.
     """
+    options = run.precision, 2 * (len(z1) if mean else 1), torch.is_grad_enabled()
+    loss: Tensor
     with use_device_of(z1):
-        loss: Tensor = _Views.apply(z1, z2, scale, run.precision, 2 * (len(z1) if mean else 1), torch.is_grad_enabled())
+        if plan.fits_one_square(2 * len(z1), z1.element_size()):
+            own = torch.arange(2 * len(z1), device=z1.device)  # a view is not compared with itself
+            views = torch.cat((z1, z2)), torch.cat((z2, z1)), scale, own, own.roll(len(z1))
+            loss = _CrossEntropy.apply(*views, options[0], False, *options[1:])
+        else:
+            loss = _Views.apply(z1, z2, scale, *options)
     return loss
 
 
@@ -104,7 +111,8 @@ class _CrossEntropy(torch.autograd.Function):
         x: Tensor,
         y: Tensor,
         scale: Tensor,
-        ids: Tensor | None,
+        row_ids: Tensor | None,
+        col_ids: Tensor | None,
         precision: str,
         columns: bool,
         divisor: int,
@@ -115,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
         from megabatch.kernels.operands import exponent_operands
         from megabatch.kernels.pairs import PairVectors, finish_pairs, pair_statistics
 
-        block = Block.of(x, y, scale, precision, row_ids=ids, col_ids=ids, skip_diagonal=True)
+        block = Block.of(x, y, scale, precision, row_ids=row_ids, col_ids=col_ids, skip_diagonal=True)
         needs = Needs(*ctx.needs_input_grad[:3]) if learns else _NOTHING
         pairs = PairVectors.empty(block)
         operands = exponent_operands(block, pairs.matches.products)
@@ -133,7 +141,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
         *inputs, dx, dy, numbers = ctx.saved_tensors
-        return *_scale_gradients(inputs, ctx.needs_input_grad, dloss, dx, dy, numbers), *(None,) * 5
+        return *_scale_gradients(inputs, ctx.needs_input_grad, dloss, dx, dy, numbers), *(None,) * 6
 
 
 class _Views(torch.autograd.Function):
@@ -226,15 +234,17 @@ def _add_strips(
     twice: Tensor | None,  # (2N,) the same of squares, in which a pair is twice
 ) -> None:
     """Adds the gradients of a region. `weights` are the weights of the first view (rows) and of the second view (columns)."""
-    from megabatch.kernels.gradient import SOFTMAX_KINDS, RowSums, SideWeights, StripTask, Weights, form_strip
+    from megabatch.kernels.gradient import SOFTMAX_KINDS, RowSums, StripTask, Weights, find_own_shifts, form_strip
     from megabatch.kernels.operands import empty_aligned
 
-    operands, N = region.operands, region.block.N
-    of_views = [SideWeights(*(values[side] for values in zip(weights[:6:2], weights[1:6:2], strict=True))) for side in (0, 1)]
-    row, col = ([part[:N] for part in of_views[side]] for side in (region.of_rows, region.of_columns))
-    task = StripTask(
-        operands, region.block, tile, SOFTMAX_KINDS, Weights.of_softmax(SideWeights(*row), SideWeights(*col), tile)
-    )
+    operands, sides = region.operands, (region.of_rows, region.of_columns)
+    weight, cap, shift, own_shifts = ([weights[2 * vector + side] for side in sides] for vector in range(4))
+    if tile.rows != tile.columns:  # the flags of a view are different if its rows are columns
+        own_shifts = [
+            find_own_shifts(values[: region.block.N], size)
+            for values, size in zip(shift, (tile.rows, tile.columns), strict=True)
+        ]
+    task = StripTask(operands, region.block, tile, SOFTMAX_KINDS, Weights(*weight, *cap, *shift, *own_shifts))
     size = region.rectangles[0][0].stop
     workspace = None if dz is None else empty_aligned(operands.x, size, size)
     of_rows, of_columns = views[region.of_rows], views[region.of_columns]
