@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from megabatch.cached.memory import available_memory
+from megabatch.world import available_memory
 from megabatch_train.bench.losses import CHUNKS, DENSE, MEGABATCH, ClipTruth, LossResult, measure_one, pairs, truth_of
 from megabatch_train.bench.measure import FAILED, MEMORY, OK, ProcessError, Record, arguments, fresh_process, number_options
 from megabatch_train.bench.report import draw_losses, losses_table

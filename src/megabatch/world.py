@@ -1,13 +1,16 @@
-"""The ranks of a job: their devices, their process group, and the messages between ranks outside of a loss.
+"""The ranks of a job: their devices and free memory, their process group, the messages between ranks outside of a loss, and
+tensors that are sharded over ranks.
 
 Training, evaluation and gradient caching use a `World`. A loss takes a process group and uses `ring.ranks.Ranks`.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -190,3 +193,57 @@ def join_world(device: str = "auto") -> Iterator[World]:
             yield world
     finally:
         dist.destroy_process_group()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tensors that FSDP2 shards over ranks (DTensor). DTensor is not imported here, because the import is slow.
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a DTensor. Other tensors are returned unchanged."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Returns whether the tensor is a DTensor. If DTensor was never imported, no tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def compute_device(parameter: Tensor) -> torch.device:
+    """Returns the device that a module with this parameter computes on. FSDP2 may offload the parameter to the CPU."""
+    if is_sharded(parameter) and parameter.device.type == "cpu":
+        kind = parameter.device_mesh.device_type  # type: ignore[attr-defined]
+        if kind != "cpu":
+            return torch.device(kind, torch.get_device_module(kind).current_device())
+    return parameter.device
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The free memory of a device and of the machine.
+
+# Files with the memory limit of a container, in control groups version 2 and version 1.
+CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def available_memory() -> int | None:
+    """Returns the bytes that a new program can allocate without swapping, or None if the system does not report them."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    for path in CONTAINER_LIMITS:
+        try:
+            available = min(available, int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return available
+
+
+def free_memory(device: torch.device | None) -> int:
+    """Returns the bytes that can be allocated: free memory of the device plus unused memory that PyTorch has reserved."""
+    if device is not None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    return available_memory() or 0

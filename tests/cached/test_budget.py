@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import megabatch as mb
-from megabatch.cached import memory as budgets
-from megabatch.cached.memory import Keeper, list_tensors, measure_graph
+from megabatch.cached import second_pass as budgets
+from megabatch.cached.second_pass import Keeper, list_tensors, measure_graph
 from steps import Counted, Loss, assert_same, cached, data, plain, tower
 
 N = 12

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 import loops
 import megabatch as mb
-from megabatch.cached.memory import is_sharded
 from megabatch.integrations import trainers as host
+from megabatch.world import is_sharded
 
 accelerate = pytest.importorskip("accelerate", reason='pip install "megabatch[huggingface]"')
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import decoders
-from megabatch.cached.memory import list_tensors, measure_graph
+from megabatch.cached.second_pass import list_tensors, measure_graph
 from megabatch.world import World
 from megabatch_train import settings, towers
 from megabatch_train.data import load as data

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megabatch.cached.memory import local
 from megabatch.cached.streaming import close_at_the_end, count_rows, map_rows, stream_chunks, tensors
+from megabatch.world import local
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Samples of different lengths are encoded from long to short. Each chunk has samples of similar length, with little padding.

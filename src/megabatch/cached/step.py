@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megabatch.cached import second_pass
-from megabatch.cached.memory import ALL, AUTO, COPIES_OF_EMBEDDINGS, Budget, Keeper, parameters_in
+from megabatch.cached.second_pass import ALL, AUTO, COPIES_OF_EMBEDDINGS, Budget, Keeper, parameters_in
 from megabatch.cached.streaming import BACKWARD, FORWARD, LOSS, phase
 from megabatch.cached.tower import DEVICE, HOST, Encoded, Reductions, Role, ShardRanks, find_unreached
 from megabatch.world import default_group

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.cached.memory import ALLOCATING
+from megabatch.cached.second_pass import ALLOCATING
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The inputs of a tower are a tensor, or tensors in mappings, tuples and lists, with one row for each sample. Numbers, strings,

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.cached import second_pass
-from megabatch.cached.memory import compute_device, is_sharded, list_tensors, measure_graph, parameters_in
-from megabatch.cached.second_pass import States
+from megabatch.cached.second_pass import States, list_tensors, measure_graph, parameters_in
 from megabatch.cached.sources import Source, Span, TensorSource, as_source, longest_first, spans
 from megabatch.cached.streaming import DATA, close_at_the_end, map_rows, phase, tensors
-from megabatch.world import World
+from megabatch.world import World, compute_device, is_sharded
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The call of a tower. A mapping becomes keyword arguments, a tuple or list becomes positional arguments, and a tensor is the

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from megabatch import extras, file_io
 from megabatch.cached import HostSource
 from megabatch.cached import cached_backward as plain_cached_backward
-from megabatch.cached.memory import is_sharded
 from megabatch.cached.sources import TensorSource
 from megabatch.integrations.trainers import full_tensor, unwrap
 from megabatch.losses import ClipLoss, DistillClipLoss, SigLipLoss
+from megabatch.world import is_sharded
 
 __all__ = [
     "ClipLoss",

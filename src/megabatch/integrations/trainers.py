@@ -24,12 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 import megabatch as mb
 from megabatch.cached import Budget
 from megabatch.cached import cached_backward as plain_cached_backward
-from megabatch.cached.memory import is_sharded
 from megabatch.cached.sources import as_source
 from megabatch.cached.tower import as_encoded, call, find_distributed_modules, is_fully_sharded, modules_of
 from megabatch.dispatch import Backend, Reduction
 from megabatch.late import Similarities
-from megabatch.world import default_group
+from megabatch.world import default_group, is_sharded
 
 __all__ = ["CachedModule", "CachedTrainer", "cached_backward", "default_group", "full_tensor"]
 

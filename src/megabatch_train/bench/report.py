@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from megabatch import extras
-from megabatch.cached.memory import available_memory
+from megabatch.world import available_memory
 from megabatch_train import machine
 from megabatch_train.bench import losses, steps
 from megabatch_train.bench.losses import ABOUT, ABOUT_LEVELS, BLOCKS, LOCAL, MEGABATCH, NAMES, TILES, VANILLA, pairs, truth_of

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import extras
-from megabatch.cached.memory import parameters_in
+from megabatch.cached.second_pass import parameters_in
 from megabatch.cached.sources import from_mask
 from megabatch_train.towers import sentence_transformer
 from megabatch_train.towers.huggingface_inputs import (

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import extras
 from megabatch.cached import second_pass
-from megabatch.cached.memory import local, parameters_in
+from megabatch.cached.second_pass import parameters_in
 from megabatch.cached.sources import width_of
 from megabatch.cached.streaming import count_rows, map_rows
 from megabatch.cached.tower import as_encoded, call, find_distributed_modules
-from megabatch.world import World
+from megabatch.world import World, local
 from megabatch_train import names
 from megabatch_train.machine import peak_rates
 from megabatch_train.towers.lora import store_frozen

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from megabatch.cached import second_pass
-from megabatch.cached.memory import free_memory
 from megabatch.cached.replay import sample_seed
 from megabatch.cached.streaming import Clock, phase
-from megabatch.world import World
+from megabatch.world import World, free_memory
 from megabatch_train import towers
 from megabatch_train.data import loader
 from megabatch_train.data.dataset import Dataset

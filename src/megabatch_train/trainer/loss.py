@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import file_io
-from megabatch.cached.memory import is_sharded
 from megabatch.cached.replay import checksum
 from megabatch.losses import (
     Negatives,
@@ -26,7 +25,7 @@ from megabatch.losses import (
     soft_clip_loss,
     sup_con_loss,
 )
-from megabatch.world import World
+from megabatch.world import World, is_sharded
 from megabatch_train.data.dataset import Dataset, count_others
 from megabatch_train.evaluation.embedding import embed
 from megabatch_train.towers.tower import Pair

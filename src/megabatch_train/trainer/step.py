@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabatch.cached import HostSource, ReplaySource, Source, second_pass
-from megabatch.cached.memory import COPIES_OF_EMBEDDINGS, available_memory, free_memory, is_sharded, local
+from megabatch.cached.second_pass import COPIES_OF_EMBEDDINGS
 from megabatch.cached.step import cached_backward
 from megabatch.cached.streaming import DATA, close_at_the_end, count_rows, map_rows, phase
 from megabatch.cached.tower import as_encoded, call
-from megabatch.world import World
+from megabatch.world import World, available_memory, free_memory, is_sharded, local
 from megabatch_train.data.dataset import IMAGE, Dataset
 from megabatch_train.data.loader import Batch
 from megabatch_train.machine import ran_out_of_memory

@@ -12,8 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megabatch.cached.memory import local
-from megabatch.world import World
+from megabatch.world import World, local
 from megabatch_train import settings, towers
 from megabatch_train.data.dataset import Dataset
 from megabatch_train.evaluation.evaluate import HEADLINES, RECALLS
