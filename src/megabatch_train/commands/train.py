@@ -20,7 +20,7 @@ from megabatch_train import settings
 from megabatch_train.commands import CHUNK_HELP, DATA_HELP, LORA_HELP, RUNS, WORKERS_HELP, describe
 from megabatch_train.commands.config import SourceField, read_fields
 from megabatch_train.commands.model import add_columns, add_trust, describe_runs, list_runs
-from megabatch_train.names import format_row, sanitize
+from megabatch_train.names import format_row, redact, sanitize
 
 if TYPE_CHECKING:
     from megabatch.world import World
@@ -375,6 +375,7 @@ def _build_trainer(config: TrainConfig, folder: Path, world: World, observers: S
     if world.rank == 0:
         problems = (problem for source in (dataset, *validation.values()) for problem in source.problems)
         _log_problems(list(dict.fromkeys(problems)))  # training and validation data can contain the same file
+        _warn_of_training_data(config)
     return Trainer(
         config,
         pair,
@@ -393,6 +394,21 @@ def _log_problems(problems: Sequence[str]) -> None:
         LOG.warning("%s", problem)
     if len(problems) > PROBLEMS_NAMED:
         LOG.warning("and %d more problems like these", len(problems) - PROBLEMS_NAMED)
+
+
+def _warn_of_training_data(config: TrainConfig) -> None:
+    """Logs a warning if the run evaluates on data that it trains on."""
+    from megabatch_train.data import load as data
+
+    sources = [config.data] if os.path.exists(config.data) else data.parse_spec(config.data)[0]
+    trained = [data.anchor(name, Path.cwd()) for name in sources if name not in data.WITH_SPLITS]
+    for name in (config.validation,) if isinstance(config.validation, str) else config.validation:
+        if data.anchor(name, Path.cwd()) in trained:
+            LOG.warning(
+                "%s is training data, too, so its metrics do not show how the model performs on new data. Instead, --holdout "
+                "0.05 trains on 95 %% of the data and evaluates on the rest",
+                redact(name),
+            )
 
 
 def _load_validation(config: TrainConfig, size: int | None) -> dict[str, Dataset]:
