@@ -20,7 +20,7 @@ from megabatch_train import settings
 from megabatch_train.commands import CHUNK_HELP, DATA_HELP, LORA_HELP, RUNS, WORKERS_HELP, describe
 from megabatch_train.commands.config import SourceField, read_fields
 from megabatch_train.commands.model import add_columns, add_trust, describe_runs, list_runs
-from megabatch_train.names import format_row, redact, sanitize
+from megabatch_train.names import format_row, sanitize
 
 if TYPE_CHECKING:
     from megabatch.world import World
@@ -207,6 +207,8 @@ def run(args: argparse.Namespace) -> int:
         folder = _lock_folder(folder, world, args, stack)
         trainer = _build_trainer(config, folder, world, observers)
         _resume(trainer, args.resume, checkpoint)
+        if world.rank == 0:
+            _warn_of_training_data(config)
         for label, value in trainer.describe().items():
             LOG.info("%s", format_row(label, value))
         try:
@@ -375,7 +377,6 @@ def _build_trainer(config: TrainConfig, folder: Path, world: World, observers: S
     if world.rank == 0:
         problems = (problem for source in (dataset, *validation.values()) for problem in source.problems)
         _log_problems(list(dict.fromkeys(problems)))  # training and validation data can contain the same file
-        _warn_of_training_data(config)
     return Trainer(
         config,
         pair,
@@ -407,7 +408,7 @@ def _warn_of_training_data(config: TrainConfig) -> None:
             LOG.warning(
                 "%s is training data, too, so its metrics do not show how the model performs on new data. Instead, --holdout "
                 "0.05 trains on 95 %% of the data and evaluates on the rest",
-                redact(name),
+                sanitize(name),
             )
 
 
