@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -217,6 +218,14 @@ def test_two_runs_do_not_write_to_one_folder(pairs, capsys, monkeypatch):
         other.kill()
         other.communicate()
     assert call("--resume", "mine", "--set", "steps=4") == 0
+
+
+def test_validation_on_training_data_is_warned_about(pairs, caplog):
+    shutil.copy("pairs.jsonl", "other.jsonl")
+    for validation, warns in (("pairs.jsonl", True), (str(pairs / "pairs.jsonl"), True), ("other.jsonl", False)):
+        caplog.clear()
+        assert call("--set", "steps=1", "--validation", validation) == 0
+        assert (f"{validation} is training data, too" in caplog.text) == warns
 
 
 def test_problems_of_the_data_are_named_and_counted(pairs, caplog):

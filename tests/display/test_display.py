@@ -65,6 +65,9 @@ def test_lines_come_at_intervals_and_at_the_end(tmp_path):
         if step in (50, 75, 100):
             display.on_save(tmp_path / f"step_{step}")
     display.on_save(tmp_path / "model.safetensors")
+    (tmp_path / "step_100").mkdir()
+    display.finish(Run(tmp_path))
+    (tmp_path / "step_100").rmdir()  # as if the disk was full
     display.finish(Run(tmp_path))
     lines = out.getvalue().splitlines()
     assert lines[0] == f"run:           100 steps of 2,048 pairs, from step 40; folder {tmp_path}"
@@ -73,6 +76,7 @@ def test_lines_come_at_intervals_and_at_the_end(tmp_path):
     steps = [int(line.split()[1].split("/")[0]) for line in lines if "/100" in line]
     assert steps == [*range(41, 100, 4), 100]  # 4 steps are the first 12 s of 10 or more
     assert "step 60: image → text R@1 25.0 %, text → image R@1/10 34.5 60.0 %" in lines
+    assert lines.pop() == "60 steps in 3:00"
     assert "R@1 34.5%" in lines[-2]
     assert [line for line in lines if str(tmp_path) in line][1:] == [
         f"first checkpoint: {tmp_path / 'step_50'}",

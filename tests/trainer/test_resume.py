@@ -10,6 +10,7 @@ import torch
 
 import runs
 from megabatch_train.commands.train import _read_old_settings
+from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import results
 from megabatch_train.trainer.checkpoints import CheckpointError, read_manifest
 from megabatch_train.trainer.config import FIXED, FREE, TrainConfig
@@ -232,6 +233,20 @@ def test_a_project_that_was_moved_continues(tmp_path, monkeypatch):
     assert runs.trainer(Path("run"), {"steps": 2, "data": "pairs.csv"}).resume()
     with pytest.raises(ValueError, match=r"data was '.*/after/pairs.csv' and is 'other.csv'"):
         runs.trainer(Path("run"), {"steps": 2, "data": "other.csv"}).resume()
+
+
+def test_data_that_has_changed_is_warned_about(tmp_path, monkeypatch, caplog):
+    rows = [{"image": f"{number}.png", "text": f"text {number}"} for number in range(8)]
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(Table, "read_stored", lambda table, index, side: torch.full((runs.WIDTH,), float(index)).double())
+    runs.trainer(tmp_path / "run", {"steps": 2, "batch_size": 4}, data=Table(tmp_path / "before")).fit()
+    (tmp_path / "before").rename(tmp_path / "after")
+    for changed in (rows, rows[::-1], [*rows[:7], {**rows[7], "text": "another text"}]):
+        (tmp_path / "after" / "pairs.jsonl").write_text("\n".join(map(json.dumps, changed)))
+        caplog.clear()
+        assert runs.trainer(tmp_path / "run", {"steps": 2, "batch_size": 4}, data=Table(tmp_path / "after")).resume()
+        assert ("the data has changed since" in caplog.text) == (changed != rows)
 
 
 def test_options_of_the_data_are_those_the_run_began_with(tmp_path):

@@ -217,6 +217,8 @@ def run(args: argparse.Namespace) -> int:
         folder = _lock_folder(folder, world, args, stack)
         trainer = _build_trainer(config, folder, world, observers)
         _resume(trainer, args.resume, checkpoint)
+        if world.rank == 0:
+            _warn_of_training_data(config)
         for label, value in trainer.describe().items():
             LOG.info("%s", format_row(label, value))
         try:
@@ -403,6 +405,21 @@ def _log_problems(problems: Sequence[str]) -> None:
         LOG.warning("%s", problem)
     if len(problems) > PROBLEMS_NAMED:
         LOG.warning("and %d more problems like these", len(problems) - PROBLEMS_NAMED)
+
+
+def _warn_of_training_data(config: TrainConfig) -> None:
+    """Logs a warning if the run evaluates on data that it trains on."""
+    from megabatch_train.data import load as data
+
+    sources = [config.data] if os.path.exists(config.data) else data.parse_spec(config.data)[0]
+    trained = [data.anchor(name, Path.cwd()) for name in sources if name not in data.WITH_SPLITS]
+    for name in (config.validation,) if isinstance(config.validation, str) else config.validation:
+        if data.anchor(name, Path.cwd()) in trained:
+            LOG.warning(
+                "%s is training data, too, so its metrics do not show how the model performs on new data. Instead, --holdout "
+                "0.05 trains on 95 %% of the data and evaluates on the rest",
+                sanitize(name),
+            )
 
 
 def _load_validation(config: TrainConfig, size: int | None) -> dict[str, Dataset]:

@@ -7,7 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -212,10 +211,7 @@ class Dataset(ABC):
         return None
 
     def key(self, index: int, side: int) -> str:
-        """Returns a text that identifies one side of a sample: the text, or the path, the URL or the name of the image."""
-        if self.sides[side] == TEXT:
-            with suppress(UnreadableSampleError):
-                return str(self.read(index, side))
+        """Returns a text that identifies one side of a sample, without reading a file: the text itself, a path or a name."""
         return self.place(index) or self.name(index)
 
     def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) or (n, 2) int64

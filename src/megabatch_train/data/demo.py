@@ -233,6 +233,10 @@ class WordNet(Dataset):
         """Returns the word."""
         return self._words[self.check(index)]
 
+    def key(self, index: int, side: int) -> str:
+        """Returns the word or its definition."""
+        return self.read(index, side)
+
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
         """Returns the meaning of each pair."""
         return self._meanings[torch.as_tensor(indices, dtype=torch.int64)]

@@ -438,6 +438,9 @@ class _ImageFiles(Dataset):
     def place(self, index: int) -> str:
         return str(self._files[self.check(index)])
 
+    def key(self, index: int, side: int) -> str:
+        return self._texts[self.check(index)] if side == 1 else self.place(index)
+
     def ids(self, indices: Any) -> Tensor:  # (n,) int64
         """Images with the same text are not each other's negatives."""
         return self._ids[torch.as_tensor(indices, dtype=torch.int64)]

@@ -101,7 +101,8 @@ class ProgressDisplay:
         if self._done == self._first < self._total:
             return  # the run failed before its first step, so no file was written
         duration = tables.duration(self._clock() - self._began)
-        checkpoint = f"; last checkpoint: {self._saved}" if self._saved is not None else ""
+        is_there = self._saved is not None and self._saved.exists()  # a full disk can cause its deletion
+        checkpoint = f"; last checkpoint: {self._saved}" if is_there else ""
         self._print(f"{self._done - self._first:,} steps in {duration}{checkpoint}")
 
     @property

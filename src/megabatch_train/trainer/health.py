@@ -208,7 +208,8 @@ class Health:
         if step.scale * spread < FLAT_LOGITS and step.scale < SMALL_SCALE:
             problems["small scale"] = (
                 f"step {number}: the scale of the logits is {step.scale:.1e}, so all logits are nearly equal, and the loss is "
-                "at chance. Set loss.scale to a larger value, such as 14.3"
+                "at chance. If the run began with this scale, set loss.scale to a larger value, such as 14.3. If the scale has "
+                "fallen, start again with a smaller --lr"
             )
         elif step.scale * spread < FLAT_LOGITS and (after_warm_up > 0 or spread < LOST_SPREAD * self._largest_spread):
             problems["collapse"] = (

@@ -12,9 +12,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megabatch.cached.replay import checksum
 from megabatch.world import World, local
 from megabatch_train import settings, towers
-from megabatch_train.data.dataset import Dataset
+from megabatch_train.data.dataset import TEXT, Dataset
 from megabatch_train.evaluation.evaluate import HEADLINES, RECALLS
 from megabatch_train.names import redact
 from megabatch_train.towers import models
@@ -39,6 +40,7 @@ from megabatch_train.trainer.run import BEST, CHECKPOINTS, Observers, Run, model
 from megabatch_train.trainer.step import Fit
 
 LOG = logging.getLogger("megabatch")
+CHECKED_SAMPLES = 64  # number of samples whose names and texts are compared when a run resumes
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The checkpoints of a run. They are written while training continues. The last few are kept, and damaged ones are skipped.
@@ -314,6 +316,8 @@ class Storage:
         changes = differences(old_settings, anchor_paths(redact(settings.table(self._config))))
         if manifest["samples"] != len(self._dataset):
             changes.append(f"the data had {manifest['samples']} samples and has {len(self._dataset)}")
+        elif manifest.get("samples_checksum") not in (None, _checksum_samples(self._dataset)) and self._world.rank == 0:
+            LOG.warning("the data has changed since %s was saved: the names, the texts or their order differ", path)
         if changes:
             raise ValueError(
                 f"a run can only continue with the data and settings it began with, but in {path} {'; '.join(changes)}. "
@@ -393,6 +397,7 @@ class Storage:
             "seconds": self._run.seconds,
             "health": self._run.health,
             "samples": len(self._dataset),
+            "samples_checksum": _checksum_samples(self._dataset),
             "sides": list(self._dataset.sides),
             "world_size": self._world.size,
             "device": self._world.device.type,
@@ -519,6 +524,15 @@ class Storage:
         resumable = f"--resume {self._run.folder} continues after step {newest}"
         checkpoint = resumable if newest is not None else "there is no checkpoint to resume from"
         return (weights if self.weights_saved else "") + checkpoint
+
+
+def _checksum_samples(dataset: Dataset) -> int:
+    """Returns a checksum of the names and texts of a few samples, which shows whether the data is another one."""
+    count = len(dataset)
+    values = []
+    for index in sorted({number * (count - 1) // CHECKED_SAMPLES for number in range(CHECKED_SAMPLES + 1)}):
+        values += [dataset.name(index), *(dataset.key(index, side) for side in (0, 1) if dataset.sides[side] == TEXT)]
+    return checksum(values)
 
 
 def is_better(metric: str, value: float, other: float) -> bool:
