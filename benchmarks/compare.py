@@ -203,7 +203,7 @@ def compare(case: str, versions: dict[str, Version], rounds: int, seconds: float
 
 def markdown(record: dict[str, Any]) -> str:
     """Returns the table."""
-    from megabatch_train.bench.measure import chip, paragraphs
+    from megabatch_train.bench.measure import paragraphs
     from megabatch_train.display.tables import TextTable
 
     rows = []
@@ -234,7 +234,7 @@ def markdown(record: dict[str, Any]) -> str:
         "Median of the rounds, forward and backward. host: time until a step is queued. GiB: peak in addition to the inputs."
     )
     table = TextTable(headings, rows, title="Two versions of the library", notes=notes)
-    return paragraphs(table.markdown(), f"Machine: {chip(record)}. Command: `{record['command']}`.")
+    return paragraphs(table.markdown(), record.get("remarks", ""))
 
 
 def main() -> None:
