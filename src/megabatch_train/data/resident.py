@@ -21,10 +21,14 @@ from megabatch_train.data.images import CROP_NUMBERS, TrainingImages
 
 
 def uniform(seed: int, indices: Tensor, count: int) -> Tensor:  # (n,) int64 -> (n, count) float32
-    """Returns `count` numbers in [0, 1) per sample: the upper bits of `sample_seed(sample_seed(seed, index), number)`."""
+    """Returns `count` numbers in [0, 1) per sample."""
+    return (random_bits(seed, indices, count) >> 39).float() / 2**24  # 24 of 63 bits, which float32 represents exactly
+
+
+def random_bits(seed: int, indices: Tensor, count: int) -> Tensor:  # (n,) int64 -> (n, count) int64
+    """Returns `count` numbers of 63 bits per sample: `sample_seed(sample_seed(seed, index), number)`."""
     seeds = _sample_seeds(torch.full_like(indices, _to_signed(seed)), indices)  # (n,)
-    bits = _sample_seeds(seeds[:, None], torch.arange(count, device=indices.device))  # (n, count)
-    return (bits >> 39).float() / 2**24  # 24 of 63 bits, which float32 represents exactly
+    return _sample_seeds(seeds[:, None], torch.arange(count, device=indices.device))
 
 
 def _sample_seeds(seed: Tensor, position: Tensor) -> Tensor:

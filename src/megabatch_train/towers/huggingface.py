@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from megabatch_train.towers.sentence_transformer import (
     pool,
     widen,
 )
+from megabatch_train.towers.tokens import select_huggingface
 from megabatch_train.towers.tower import LoraConfig, Pair, Tower, allows_remote_code, explain_remote_code
 
 LOG = logging.getLogger("megabatch")
@@ -164,11 +165,14 @@ class ImageEncoder(nn.Module):
         super().__init__()
         self.model = model
         self.head = _head(model, dim)
+        self.patches = select_huggingface(model)
 
-    def forward(self, pixel_values: Tensor) -> Tensor:  # (n, 3, S, S) -> (n, D)
-        """Returns embeddings of unit length."""
+    def forward(self, pixel_values: Tensor, kept_patches: Tensor | None = None) -> Tensor:  # (n, 3, S, S) -> (n, D)
+        """Returns embeddings of unit length. `kept_patches` are the numbers of the patches of each image to keep, (n, kept)."""
         model: Any = self.model
-        states = widen(model(pixel_values=pixel_values.to(model.dtype)).last_hidden_state)  # (n, positions, H) or (n, H, h, w)
+        with nullcontext() if self.patches is None else self.patches.keep(kept_patches):
+            output = model(pixel_values=pixel_values.to(model.dtype))
+        states = widen(output.last_hidden_state)  # (n, positions, H) or (n, H, h, w)
         pooled = states.mean(1) if states.dim() == 3 else states.mean((2, 3))
         return F.normalize(self.head(pooled), dim=-1)
 
@@ -503,6 +507,7 @@ def _image_tower(parts: _ModelParts, name: str) -> Tower:
         images.collate,
         _ModelFiles(parts.model, images).write,
         training_images=images.training,
+        patches=0 if encoder.patches is None else encoder.patches.count(images.size),
     )
 
 

@@ -21,6 +21,7 @@ from megabatch_train.data.dataset import IMAGE, TEXT
 from megabatch_train.names import MODELS, nearest
 from megabatch_train.towers import huggingface, huggingface_inputs, lora, open_clip, small
 from megabatch_train.towers.sentence_transformer import LayerConfig, write_tensors
+from megabatch_train.towers.tokens import check_dropout
 from megabatch_train.towers.tower import SIDES, LoraConfig, Pair
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -29,6 +30,7 @@ from megabatch_train.towers.tower import SIDES, LoraConfig, Pair
 LOG = logging.getLogger("megabatch")
 PROMPTS = ("query_prompt", "document_prompt")  # options for the first and the second side
 TEXT_OPTIONS = (*PROMPTS, *huggingface.OPTIONS)
+PATCH_DROPOUT = "patch_dropout"  # option of image towers with patches
 
 
 def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), *, lora: LoraConfig | None = None, **options: Any) -> Pair:
@@ -41,13 +43,15 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), *, lora: LoraConfig 
         options: the allowed options depend on the model. "small" has the fields of `small.SmallConfig`. All models have
             `query_prompt` and `document_prompt`, which texts of the first and second side begin with. "hf:" has the options of
             `huggingface.adapt`, which replace the options in the files of a sentence-transformers model. "open_clip:FILE.json"
-            has `config`, the contents of the file; if it is given, the file is not read.
+            has `config`, the contents of the file; if it is given, the file is not read. Vision transformers have
+            `patch_dropout`, the fraction of the patches of an image that a training step drops.
     """
     family, _, name = spec.partition(":")
     texts = {key: options.pop(key) for key in TEXT_OPTIONS if key in options}
     lora = lora if lora is not None and lora.rank else None
     if lora is not None and family not in ("hf", "hf-config"):
         raise ValueError(f'lora.rank must be 0 for models other than "hf:" and "hf-config:", got {lora.rank} for {spec!r}')
+    dropout = options.pop(PATCH_DROPOUT, None)
     config = options.pop("config", None) if family == "open_clip" else None
     if options and spec != "small":
         raise ValueError(f'model_options must be left out for models other than "small", got {", ".join(options)} for {spec!r}')
@@ -71,6 +75,8 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), *, lora: LoraConfig 
         )
     if family == "hf":
         _log_choice(pair, texts)
+    if dropout is not None:
+        pair = replace(pair, options={**pair.options, PATCH_DROPOUT: check_dropout(dropout, pair.first.patches, spec)})
     return adapt_texts(pair, {**pair.options, **texts})
 
 
@@ -265,7 +271,7 @@ def _build(description: dict[str, Any], place: Path) -> Pair:
     """Builds the towers without loading their weights."""
     family, _, name = description["name"].partition(":")
     if family == "open_clip":
-        return adapt_texts(open_clip.load_folder(name, place), description["options"])
+        return _with_options(open_clip.load_folder(name, place), description["options"])
     if family in ("hf", "hf-config"):
         adapters = settings.build(LoraConfig, description["lora"]) if description.get("lora") else None
         if family == "hf" and adapters is not None:
@@ -276,8 +282,14 @@ def _build(description: dict[str, Any], place: Path) -> Pair:
             folders = [place / side for side in sides]
             layers = [settings.build(LayerConfig, layer) for layer in description.get("layers", ())]
             pair = huggingface.load_folders(description["name"], folders, adapters, layers)
-        return adapt_texts(pair, description["options"])
+        return _with_options(pair, description["options"])
     return load(description["name"], tuple(description["kinds"]), **description["options"])
+
+
+def _with_options(pair: Pair, options: Mapping[str, Any]) -> Pair:
+    """Returns the pair with the options of a saved model."""
+    images = {PATCH_DROPOUT: options[PATCH_DROPOUT]} if PATCH_DROPOUT in options else {}
+    return adapt_texts(replace(pair, options={**pair.options, **images}), options)
 
 
 def list_bases(spec: str, place: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ import math
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megabatch import extras, file_io
 from megabatch.integrations.open_clip import CausalTexts
 from megabatch_train.data.images import RandomCrop, TrainingImages, to_pillow
 from megabatch_train.towers import huggingface
+from megabatch_train.towers.tokens import select_open_clip, take_dropout
 from megabatch_train.towers.tower import Pair, Tower, allows_remote_code, explain_remote_code, sample_inputs
 
 LOG = logging.getLogger("megabatch")
@@ -186,14 +187,18 @@ class Sides(nn.Module):
         super().__init__()
         self.model = model
         self.causal = CausalTexts.of(model)
+        self.patches = select_open_clip(model)
 
-    def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Tensor:  # (n, …) -> (n, D)
-        """Returns embeddings of images or of texts."""
+    def forward(  # (n, …) -> (n, D)
+        self, image: Tensor | None = None, text: Tensor | None = None, kept_patches: Tensor | None = None
+    ) -> Tensor:
+        """Returns embeddings of images or of texts. `kept_patches` are the numbers of the patches of each image to keep."""
         model: Any = self.model
         if (image is None) == (text is None):
             raise ValueError("image or text must be given, and not both")
         if text is None:
-            features = model.encode_image(image)
+            with nullcontext() if self.patches is None else self.patches.keep(kept_patches):
+                features = model.encode_image(image)
         elif self.causal is not None and text.shape[1] < model.context_length:
             features = self.causal.encode(text)
         else:
@@ -209,8 +214,8 @@ def load(name: str, config: str | None = None) -> Pair:
         config: the contents of the config file (default: the file is read).
 
     Returns:
-        The pair. If a run of megabatch saved the weights, the options of the pair are the prompts of that run. They are not
-        applied yet.
+        The pair. Its options contain the prompts of the run of megabatch that saved the weights, which are not applied yet, and
+        the patch dropout of the config.
     """
     chosen, weights = split_name(name)
     architecture, parsed = find_architecture(chosen, config)
@@ -284,6 +289,8 @@ def _prompts_of(weights: str) -> dict[str, str]:
 
 def _pair(name: str, loaded: tuple[Any, Any, Any], tokenizer: Any, config: ModelConfig, options: Mapping[str, Any]) -> Pair:
     model, _, evaluation = loaded
+    if dropout := take_dropout(model.visual):
+        options = {"patch_dropout": dropout, **options}
     bias = getattr(model, "logit_bias", None)
     for parameter in (model.logit_scale, bias):
         if parameter is not None:
@@ -298,6 +305,7 @@ def _pair(name: str, loaded: tuple[Any, Any, Any], tokenizer: Any, config: Model
             images.collate,
             Description(config, model.visual).write,
             training_images=images.make_training(),
+            patches=0 if module.patches is None else module.patches.count(images.size),
         ),
         Tower(module, "text", texts.prepare, texts.collate, texts.write, lengths),
         logit_scale=model.logit_scale.detach().exp().item(),
@@ -335,7 +343,7 @@ class _OpenClipImages:
 
     def __init__(self, visual: Any, evaluation: Any) -> None:
         size = visual.image_size
-        self._size: tuple[int, int] = (size, size) if isinstance(size, int) else tuple(size)
+        self.size: tuple[int, int] = (size, size) if isinstance(size, int) else tuple(size)
         constants = package()
         self._mean = tuple(getattr(visual, "image_mean", None) or constants.OPENAI_DATASET_MEAN)
         self._deviation = tuple(getattr(visual, "image_std", None) or constants.OPENAI_DATASET_STD)
@@ -343,7 +351,7 @@ class _OpenClipImages:
 
     def make_training(self) -> TrainingImages:
         """Returns the random crops for training."""
-        return TrainingImages(RandomCrop(self._size), self._mean, self._deviation, "image")
+        return TrainingImages(RandomCrop(self.size), self._mean, self._deviation, "image")
 
     def prepare(self, image: Tensor, generator: torch.Generator | None) -> Tensor:  # (3, S, S)
         """Returns the pixels of one image for evaluation."""

@@ -100,6 +100,7 @@ class Tower:
     # Returns the number of used tokens of each sample of collated inputs. Inputs can be trimmed after the longest sample.
     lengths: Callable[[Any], Tensor | None] | None = None
     training_images: TrainingImages | None = None  # replaces `prepare` and `collate` for training images
+    patches: int = 0  # number of patches of an image; 0 if the module has no argument `kept_patches` (patch dropout)
 
 
 @dataclass(frozen=True)

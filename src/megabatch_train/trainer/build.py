@@ -449,7 +449,7 @@ class Trained:
     average: Average | None  # exponential moving average of the weights, if config.ema is set
     scaler: torch.amp.GradScaler | None  # for fp16
     compiled: bool
-    utilization: Utilization
+    utilizations: list[Utilization]  # one for each function in the argument `samples` of `build`
 
     def use_average(self) -> AbstractContextManager[None]:
         """Returns a context in which the modules have the averaged weights, if there are any."""
@@ -462,27 +462,37 @@ class Trained:
         return dataclasses.replace(self.pair, logit_scale=numbers["scale"], logit_bias=bias)
 
 
-def build(config: TrainConfig, pair: Pair, samples: Callable[[int, int], Any], encoded: Sequence[int], world: World) -> Trained:
+def build(
+    config: TrainConfig, pair: Pair, samples: Sequence[Callable[[int, int], Any]], encoded: Sequence[int], world: World
+) -> Trained:
     """Moves the towers to the device, freezes, compiles and wraps them, and builds the loss and the optimizer.
 
     Args:
         config: the settings of the run.
         pair: the towers, which are changed in place.
-        samples: a function that takes a side and a number, and returns the inputs of that many samples.
+        samples: for each stage of the run, a function that takes a side and a number, and returns the inputs of that many
+            samples.
         encoded: the sides that are encoded in each step.
         world: the ranks.
     """
     if pair.lora is not None:
         store_frozen(pair.modules, AUTOCAST_TYPES.get(config.precision, torch.float32))
     modules = [module.to(world.device) for module in pair.modules]
-    few_samples = [samples(side, SAMPLES_SHOWN) for side in (0, 1)]
+    few_samples = [samples[0](side, SAMPLES_SHOWN) for side in (0, 1)]
     if config.freeze != "none":
         if world.rank == 0:
             warn_of_random_weights(pair, SIDES.index(config.freeze))
         with second_pass.preserve_generators([world.device]):
             freeze(pair, SIDES.index(config.freeze), few_samples)
-    read_samples = [partial(samples, side, SAMPLES_COUNTED) for side in encoded]
-    utilization = Utilization([pair.towers[side] for side in encoded], read_samples, config.precision, world)
+    utilizations = [
+        Utilization(
+            [pair.towers[side] for side in encoded],
+            [partial(read, side, SAMPLES_COUNTED) for side in encoded],
+            config.precision,
+            world,
+        )
+        for read in samples
+    ]
     compiled = config.compile == "on" and compile_towers(modules, world)
     with second_pass.preserve_generators([world.device]), without_compiler(modules):
         wrapped = wrap(modules, few_samples, world, config.parallel, offload=config.memory.offload)
@@ -493,4 +503,4 @@ def build(config: TrainConfig, pair: Pair, samples: Callable[[int, int], Any], e
     by_name = dict(zip(SIDES, unique_modules(modules), strict=False)) | {"loss": objective}
     average = Average(by_name, config.ema) if config.ema else None
     scaler = grad_scaler(config.precision, world.device)
-    return Trained(pair, wrapped, by_name, objective, optimizer, average, scaler, compiled, utilization)
+    return Trained(pair, wrapped, by_name, objective, optimizer, average, scaler, compiled, utilizations)

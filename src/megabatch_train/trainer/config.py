@@ -107,6 +107,7 @@ class ScheduleConfig:
     warmup_steps: int | None = None  # length of the warm-up in steps
     warmup_fraction: float | None = None  # length as a fraction of the run (default: 0.1, at least 50 steps or half the run)
     end: float = 0.0  # last rate of the cosine, as a fraction of the highest rate
+    unmask_fraction: float = 0.0  # last fraction of the run, whose steps keep all patches (model_options.patch_dropout)
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
@@ -119,8 +120,9 @@ class ScheduleConfig:
                 f"schedule.warmup_steps must be left out with schedule.warmup_fraction = {self.warmup_fraction}, "
                 f"got {self.warmup_steps}"
             )
-        if not 0 <= self.end <= 1:
-            raise ValueError(f"schedule.end must be from 0 to 1, got {self.end}")
+        for name in ("end", "unmask_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"schedule.{name} must be from 0 to 1, got {getattr(self, name)}")
 
     def warm_up(self, steps: int) -> int:
         """Returns the number of warm-up steps.
@@ -205,7 +207,7 @@ class TrainConfig:
     keep_frozen: bool = True  # encode the frozen side once, without augmentation, and store its embeddings
     data_options: dict[str, Any] = field(default_factory=dict)  # options of the training data, such as columns of a table
     validation_options: dict[str, Any] = field(default_factory=dict)  # options of the evaluation data, such as columns
-    model_options: dict[str, Any] = field(default_factory=dict)  # prompts, pooling and max_length of texts; sizes of "small"
+    model_options: dict[str, Any] = field(default_factory=dict)  # options of texts, patch_dropout, sizes of "small"
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -23,6 +23,7 @@ from megabatch.world import World, available_memory, free_memory, is_sharded, lo
 from megabatch_train.data.dataset import IMAGE, Dataset
 from megabatch_train.data.loader import Batch
 from megabatch_train.machine import ran_out_of_memory
+from megabatch_train.towers.tokens import drop_patches
 from megabatch_train.towers.tower import forward_backward, set_checkpointing, use_evaluation_mode
 from megabatch_train.trainer.build import Trained, autocast
 from megabatch_train.trainer.config import MemoryConfig, TrainConfig
@@ -340,6 +341,7 @@ class Step:
         world: the ranks.
         fit: the chunk sizes and the memory for graphs. They are halved if memory runs out.
         workers: the data-loader workers, as in `ReplaySource`.
+        patch_dropout: the fraction of the patches of an image that the step drops.
     """
 
     config: TrainConfig
@@ -349,6 +351,7 @@ class Step:
     world: World
     fit: Fit
     workers: int | Executor = 0
+    patch_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         """Collects the running statistics, and computes the host memory for the samples of a side."""
@@ -400,7 +403,9 @@ class Step:
 
     def _source(self, inputs: StepInputs, side: int) -> Source:
         if side not in inputs.tokens:
-            return inputs.sources[side]
+            batch, patches, seed = inputs.batch, self.trained.pair.towers[side].patches, self.config.seed
+            of_sample = {"seed": seed, "epoch": batch.epoch, "side": side}
+            return drop_patches(inputs.sources[side], patches, self.patch_dropout, batch.indices.tolist(), **of_sample)
         with phase(DATA):
             return inputs.tokens[side]()
 

@@ -1,0 +1,106 @@
+"""Images with captions, and tiny models with patches in float64; importable by processes of their own."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+import runs
+from megabatch.world import World
+from megabatch_train import towers
+from megabatch_train.data.dataset import Dataset
+from megabatch_train.trainer.loop import Trainer
+
+SIZE = 24  # pixels of an image
+PATCH = 4  # pixels, so an image has 36 patches
+PATCHES = (SIZE // PATCH) ** 2
+COMMON = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+COMMON |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+IMAGES = {"image_size": SIZE, "patch_size": PATCH}
+BERT = {"model_type": "bert", **COMMON, "vocab_size": 99, "max_position_embeddings": 12}
+VISION = {
+    "clip": {"model_type": "clip_vision_model", **COMMON, **IMAGES},
+    "siglip": {"model_type": "siglip_vision_model", **COMMON, **IMAGES},
+    "vit": {"model_type": "vit", **COMMON, **IMAGES},
+    "deit": {"model_type": "deit", **COMMON, **IMAGES},
+    "dinov2": {"model_type": "dinov2", **COMMON, **IMAGES},
+    "registers": {"model_type": "dinov2_with_registers", **COMMON, **IMAGES, "num_register_tokens": 3},
+}
+OPEN_CLIP = {
+    "embed_dim": 8,
+    "vision_cfg": {"image_size": SIZE, "patch_size": PATCH, "width": 16, "layers": 2, "head_width": 8},
+    "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 16, "layers": 2, "heads": 2},
+}
+TIMM = {
+    **OPEN_CLIP,
+    "vision_cfg": {
+        "timm_model_name": "test_vit",
+        "timm_model_pretrained": False,
+        "timm_pool": "",
+        "timm_proj": "linear",
+        "image_size": 160,
+    },
+}
+
+
+class Pictures(Dataset):
+    """Noise, each with a caption of its own."""
+
+    def __init__(self, samples=10):
+        super().__init__()
+        self.samples = samples
+
+    def __len__(self):
+        return self.samples
+
+    def read(self, index, side):
+        if side == 1:
+            return f"picture {index}"
+        return torch.randint(0, 256, (3, 30, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(index))
+
+    def name(self, index):
+        return f"picture {index}"
+
+
+def spec(folder, model):
+    """The name of a model: a vision transformer of `VISION` with a BERT, or a config of open_clip."""
+    folder = Path(folder)
+    if isinstance(model, dict):
+        (folder / "model.json").write_text(json.dumps(model))
+        return f"open_clip:{folder / 'model.json'}"
+    for name, config in (("images", VISION[model]), ("texts", BERT)):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return f"hf-config:{folder / 'images'}+{folder / 'texts'}"
+
+
+def pair(name, dtype=torch.float64, **options):
+    """The towers of a model, with inputs of this dtype."""
+    torch.manual_seed(3)
+    loaded = towers.load(name, **options)
+    for module in loaded.modules:
+        module.to(dtype)
+
+    def converted(tower):
+        def collate(samples):
+            inputs = tower.collate(samples)
+            return {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+
+        return dataclasses.replace(tower, collate=collate, training_images=None)
+
+    return dataclasses.replace(loaded, first=converted(loaded.first), second=converted(loaded.second))
+
+
+def trainer(folder, name, changes, world=None, **options):
+    """A run with these settings. `options` are those of the model."""
+    settings = {"batch_size": 6, "chunk_size": 4, "steps": 5, **changes}
+    return Trainer(runs.config(**settings), pair(name, **options), Pictures(), Path(folder), world=world)
+
+
+def on_rank(group, rank, folder, name, changes, options, resume):
+    """A whole run as one rank of a group; ends with what it has learned."""
+    made = trainer(folder, name, changes, World(torch.device("cpu"), group), **options)
+    assert made.resume() == resume
+    made.fit()
+    return runs.weights(made)
