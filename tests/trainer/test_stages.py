@@ -68,7 +68,7 @@ def test_two_ranks_train_as_one_process(pool, tmp_path, name, parallel):
     changes = {"schedule": {"unmask_fraction": 0.4}, "optimizer": {"eps": 1e-2}, "chunk_size": 2}
     wanted = runs.weights(finished(tmp_path / "one", name, changes, **DROPOUT))
     changes["parallel"] = parallel
-    for found in pool.run(pictures.on_rank, 2, tmp_path / "two", name, changes, DROPOUT, False):
+    for found in pool.run(pictures.on_rank, 2, tmp_path / "two", name, changes, DROPOUT):
         for key, value in wanted.items():
             torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-10, msg=key)
 
@@ -83,6 +83,52 @@ def test_a_run_continues_in_every_stage_with_the_same_bits(tmp_path, name, stop)
     made.fit()
     assert runs.same_bits(runs.weights(made), runs.weights(wanted)) == []
     assert runs.same_bits(made.average.values, wanted.average.values) == []
+
+
+@pytest.mark.parametrize("optimizer", [{"name": "muon"}, {"layer_decay": 0.5}, {"name": "muon", "layer_decay": 0.5}])
+def test_optimizers_continue_with_the_same_bits(tmp_path, name, optimizer):
+    if "name" in optimizer:
+        pytest.importorskip("timm", reason="Muon comes with timm")
+    changes = {"optimizer": optimizer, "checkpoint": {"every": 1, "keep": 9}, "schedule": {"name": "wsd"}}
+    wanted = finished(tmp_path / "run", name, changes)
+    made = pictures.trainer(tmp_path / "again", name, changes)
+    assert made.resume(tmp_path / "run" / "checkpoints" / "step_00000002")
+    made.fit()
+    assert runs.same_bits(runs.weights(made), runs.weights(wanted)) == []
+    changes["optimizer"] = {**optimizer, "layer_decay": 0.9}
+    with pytest.raises(ValueError, match=r"optimizer.layer_decay was (0.5|1.0) and is 0.9"):
+        pictures.trainer(tmp_path / "run", name, changes).resume()
+
+
+def test_the_first_step_is_smaller_for_earlier_layers(tmp_path, name):
+    optimizer = {"lr": 0.01, "layer_decay": 0.5, "weight_decay": 0.0, "eps": 0.0}
+    changes = {"optimizer": optimizer, "steps": 1, "schedule": {"warmup_steps": 0}}
+    made = pictures.trainer(tmp_path, name, changes)
+    before = runs.weights(made)
+    made.fit()
+    after = runs.weights(made)
+    vision = "0.model.encoder.layers"
+    for key, scale in {
+        "0.head.weight": 1.0,
+        f"{vision}.1.mlp.fc1.weight": 0.5,
+        f"{vision}.0.mlp.fc1.weight": 0.25,
+        "0.model.embeddings.patch_embedding.weight": 0.125,
+        "1.model.encoder.layer.0.attention.output.dense.weight": 0.25,
+    }.items():
+        # The first step of Adam has the size of the learning rate.
+        torch.testing.assert_close((after[key] - before[key]).abs(), torch.full_like(after[key], 0.01 * scale), msg=key)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_train_with_muon_as_one_process(pool, tmp_path, name, parallel):
+    pytest.importorskip("timm", reason="Muon comes with timm")
+    changes = {"optimizer": {"name": "muon", "lr": 0.01, "layer_decay": 0.8, "eps": 1e-2}, "steps": 2}
+    changes["schedule"] = {"warmup_steps": 0, "name": "constant"}
+    with pictures.exact_muon():
+        wanted = runs.weights(finished(tmp_path / "one", name, changes))
+    for found in pool.run(pictures.on_rank, 2, tmp_path / "two", name, changes | {"parallel": parallel}, {}):
+        for key, value in wanted.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-7, atol=1e-8, msg=key)
 
 
 def test_evaluation_and_saved_weights_keep_all_patches(tmp_path, name):

@@ -228,7 +228,10 @@ class Trainer:
         validation = f"{' and '.join(sizes) or 'none'} {'held out' if config.holdout else 'to evaluate on'}"
         columns = f" (columns {', '.join(self.dataset.columns.all)})" if isinstance(self.dataset, Table) else ""
         rate = self.stages[0].rate
-        decay = "constant" if schedule.name == "constant" else f"a cosine to {schedule.end * rate:.2g}"
+        end = f"{schedule.end * rate:.2g}"
+        decay = {"constant": "constant", "cosine": f"a cosine to {end}", "wsd": f"constant, then linear to {end}"}[
+            schedule.name
+        ]
         size = "" if config.chunk_size == "auto" else f" in chunks of {config.chunk_size:,}"
         return {
             "model": f"{sanitize(config.model)}: {self.pair.describe_parameters()}",

@@ -25,7 +25,7 @@ from megabatch_train.data.loader import Batch
 from megabatch_train.machine import ran_out_of_memory
 from megabatch_train.towers.tokens import drop_patches
 from megabatch_train.towers.tower import forward_backward, set_checkpointing, use_evaluation_mode
-from megabatch_train.trainer.build import Trained, autocast
+from megabatch_train.trainer.build import RATE_SCALE, Trained, autocast
 from megabatch_train.trainer.config import MemoryConfig, TrainConfig
 from megabatch_train.trainer.health import PairStatistics, average_statistics
 from megabatch_train.trainer.loss import ReadablePairs, StoredEmbeddings
@@ -389,7 +389,7 @@ class Step:
         """Makes one step with this rank's part of a batch."""
         batch = inputs.batch
         for group in self.trained.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get(RATE_SCALE, 1.0)
         sources = [self._source(inputs, side) for side in self._sides]
         outcome = self._retry(lambda: self._backward(batch, sources))
         if outcome.is_skipped:
