@@ -44,6 +44,8 @@ TIMM = {
         "image_size": 160,
     },
 }
+# Unlike the model above, this one does not interpolate positions itself.
+FIXED_TIMM = {**TIMM, "vision_cfg": {**TIMM["vision_cfg"], "timm_model_name": "vit_tiny_patch16_224", "image_size": 224}}
 
 
 class Pictures(Dataset):

@@ -276,8 +276,8 @@ def _drop_patches(side: ModelSide, dropout: float, spec: str) -> ModelSide:
     """Returns the side of images with inputs that keep the first patches. The choice of patches does not change any shape."""
     with nowhere():
         images = next(iter(side.inputs(1).values()))
-    selection = getattr(side.module, "patches", None)
-    patches = 0 if selection is None or images.dim() != 4 else selection.count(images.shape[2:])
+    tokens = getattr(side.module, "tokens", None)
+    patches = 0 if tokens is None or images.dim() != 4 else tokens.count(images.shape[2:])
     kept = count_kept(patches, check_dropout(dropout, patches, spec))
     return replace(side, inputs=lambda n: {**side.inputs(n), INPUT: _ids(n, kept)})
 

@@ -219,7 +219,7 @@ class TrainConfig:
     keep_frozen: bool = True  # encode the frozen side once, without augmentation, and store its embeddings
     data_options: dict[str, Any] = field(default_factory=dict)  # options of the training data, such as columns of a table
     validation_options: dict[str, Any] = field(default_factory=dict)  # options of the evaluation data, such as columns
-    model_options: dict[str, Any] = field(default_factory=dict)  # options of texts, patch_dropout, sizes of "small"
+    model_options: dict[str, Any] = field(default_factory=dict)  # patch_dropout, image_size, context_length, options of texts
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
