@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -51,9 +53,9 @@ FIXED_TIMM = {**TIMM, "vision_cfg": {**TIMM["vision_cfg"], "timm_model_name": "v
 class Pictures(Dataset):
     """Noise, each with a caption of its own."""
 
-    def __init__(self, samples=10):
+    def __init__(self, samples=10, killed_at=0):
         super().__init__()
-        self.samples = samples
+        self.samples, self.reads, self.killed_at = samples, 0, killed_at
 
     def __len__(self):
         return self.samples
@@ -61,6 +63,9 @@ class Pictures(Dataset):
     def read(self, index, side):
         if side == 1:
             return f"picture {index}"
+        self.reads += 1
+        if self.reads == self.killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         return torch.randint(0, 256, (3, 30, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(index))
 
     def name(self, index):
@@ -79,8 +84,8 @@ def spec(folder, model):
     return f"hf-config:{folder / 'images'}+{folder / 'texts'}"
 
 
-def pair(name, dtype=torch.float64, **options):
-    """The towers of a model, with inputs of this dtype."""
+def pair(name, dtype=torch.float64, *, crops=False, **options):
+    """The towers of a model, with inputs of this dtype. `crops` is for encoders of transformers, which cast."""
     torch.manual_seed(3)
     loaded = towers.load(name, **options)
     for module in loaded.modules:
@@ -91,15 +96,22 @@ def pair(name, dtype=torch.float64, **options):
             inputs = tower.collate(samples)
             return {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
 
-        return dataclasses.replace(tower, collate=collate, training_images=None)
+        return dataclasses.replace(tower, collate=collate, training_images=tower.training_images if crops else None)
 
     return dataclasses.replace(loaded, first=converted(loaded.first), second=converted(loaded.second))
 
 
-def trainer(folder, name, changes, world=None, **options):
+def trainer(folder, name, changes, world=None, killed_at=0, **options):
     """A run with these settings. `options` are those of the model."""
-    settings = {"batch_size": 6, "chunk_size": 4, "steps": 5, **changes}
-    return Trainer(runs.config(**settings), pair(name, **options), Pictures(), Path(folder), world=world)
+    settings = {"batch_size": 6, "chunk_size": 4, "steps": 0 if "stage" in changes else 5, **changes}
+    data = Pictures(killed_at=killed_at)
+    return Trainer(runs.config(**settings), pair(name, **options), data, Path(folder), world=world)
+
+
+def train(folder, name, changes, options):
+    """A whole run in a process of its own."""
+    torch.set_num_threads(1)
+    trainer(folder, name, changes, **options).fit()
 
 
 @contextmanager

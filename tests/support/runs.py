@@ -165,6 +165,10 @@ class Failing:
     def __init__(self, order, number):
         self.order, self.number = order, number
 
+    @property
+    def batches_per_epoch(self):
+        return self.order.batches_per_epoch
+
     def batches(self, start, stop):
         for batch in self.order.batches(start, stop):
             if batch.number == self.number:

@@ -128,10 +128,10 @@ def tokens_of_open_clip(model: Any) -> ImageTokens | None:
     if not (isinstance(getattr(trunk, "patch_drop", None), nn.Identity) and hasattr(trunk, "num_prefix_tokens")):
         return None
     embedding = trunk.patch_embed
-    positions = None if trunk.dynamic_img_size else (trunk, "pos_embed")
-    if positions is not None:  # timm does not interpolate them itself
+    own = None if trunk.dynamic_img_size else (trunk, "pos_embed")
+    if own is not None:  # timm does not interpolate them itself
         embedding.strict_img_size = False
-    return ImageTokens(trunk.patch_drop, trunk.num_prefix_tokens, embedding.img_size, embedding.patch_size, positions)
+    return ImageTokens(trunk.patch_drop, trunk.num_prefix_tokens, embedding.img_size, embedding.patch_size, own)
 
 
 def take_dropout(visual: Any) -> float:
@@ -158,13 +158,13 @@ def tokens_of_huggingface(model: Any) -> ImageTokens | None:
 _STREAM = 2  # sides 0 and 1 have the seeds of augmentations, so patches of side s have the seed of 2 + s
 
 
-def check_dropout(fraction: Any, patches: int, model: str) -> float:
-    """Returns the fraction if the model can drop so many of its patches, or else raises an error."""
+def check_dropout(fraction: Any, patches: int, model: str, table: str = "model_options") -> float:
+    """Returns the fraction if the model can drop so many of its patches, or else raises an error with the table's name."""
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
-        raise ValueError(f"model_options.patch_dropout must be at least 0 and less than 1, got {fraction!r}")
+        raise ValueError(f"{table}.patch_dropout must be at least 0 and less than 1, got {fraction!r}")
     if fraction and not patches:
         raise ValueError(
-            f"model_options.patch_dropout must be left out for {model!r}, because its image tower has no patches that can be "
+            f"{table}.patch_dropout must be left out for {model!r}, because its image tower has no patches that can be "
             f"dropped, got {fraction}; vision transformers of open_clip and transformers have such patches"
         )
     return float(fraction)

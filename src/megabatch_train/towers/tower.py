@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,6 +102,13 @@ class Tower:
     lengths: Callable[[Any], Tensor | None] | None = None
     training_images: TrainingImages | None = None  # replaces `prepare` and `collate` for training images
     tokens: ImageTokens | None = None  # patches of images, if the module has the argument `kept_patches`
+
+    def resize(self, side: int) -> "Tower":
+        """Returns the tower with training images of another size. A tower without training images does not change."""
+        if self.training_images is None:
+            return self
+        crop = replace(self.training_images.crop, size=(side, side))
+        return replace(self, training_images=replace(self.training_images, crop=crop))
 
     @property
     def patches(self) -> int:

@@ -194,6 +194,31 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class StageConfig:
+    """A stage of a run, `[[stage]]` in a TOML file. Stages follow each other, and each has its own warm-up and schedule."""
+
+    steps: int = 0  # number of steps of the stage; 0 trains for its `epochs`
+    epochs: float = 0.0  # passes over the data in the stage
+    image_size: int | None = None  # side of the training images in pixels (default: the size of the model)
+    patch_dropout: float | None = None  # fraction of the patches that a step drops (default: model_options.patch_dropout)
+    batch_size: int | None = None  # pairs in a step (default: batch_size)
+    lr: float | Literal["auto"] | None = None  # highest learning rate (default: optimizer.lr)
+
+    def __post_init__(self) -> None:
+        """Checks the numbers. The model determines which image sizes and fractions are possible."""
+        if self.steps < 0 or not 0 <= self.epochs < math.inf or bool(self.steps) == bool(self.epochs):
+            raise ValueError(
+                f"stage.steps or stage.epochs must be more than 0, and not both, got {self.steps} and {self.epochs:g}"
+            )
+        if self.image_size is not None and self.image_size < 1:
+            raise ValueError(f"stage.image_size must be at least 1, got {self.image_size}")
+        if self.batch_size is not None and self.batch_size < 2:
+            raise ValueError(f"stage.batch_size must be at least 2, got {self.batch_size}")
+        if self.lr is not None and self.lr != "auto" and not 0 < self.lr < math.inf:
+            raise ValueError(f'stage.lr must be "auto" or a finite number above 0, got {self.lr}')
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """A training run."""
 
@@ -220,6 +245,7 @@ class TrainConfig:
     data_options: dict[str, Any] = field(default_factory=dict)  # options of the training data, such as columns of a table
     validation_options: dict[str, Any] = field(default_factory=dict)  # options of the evaluation data, such as columns
     model_options: dict[str, Any] = field(default_factory=dict)  # patch_dropout, image_size, context_length, options of texts
+    stage: tuple[StageConfig, ...] = ()  # stages of the run, which replace `steps` and `epochs`: [[stage]] in a TOML file
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -238,6 +264,13 @@ class TrainConfig:
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
                 raise ValueError(f'{name} must be at least {least}, or "auto", got {value}')
+        if self.stage and self.steps:
+            raise ValueError(f"steps must be 0 for a run with stages, which have their own numbers of steps, got {self.steps}")
+        if self.stage and self.schedule.unmask_fraction:
+            raise ValueError(
+                "schedule.unmask_fraction must be 0 for a run with stages, whose last stage can have patch_dropout = 0, got "
+                f"{self.schedule.unmask_fraction}"
+            )
         if self.lora.rank and self.freeze != "none":
             raise ValueError(
                 f'freeze must be "none" with lora.rank, got {self.freeze!r}: all weights beside the adapters are frozen'
@@ -322,6 +355,7 @@ def reader_count(config: TrainConfig, world: World) -> int:
 # and their order.
 FIXED = (
     "batch_size",
+    "stage",
     "seed",
     "data",
     "data_options",
@@ -365,6 +399,8 @@ MEANINGS = {
         for key in settings.keys(TrainConfig)
         if "." in key and not key.endswith((".name", ".every"))
     },
+    **dict.fromkeys(("patch_dropout", "image_size", "context_length"), "model_options"),
+    **dict.fromkeys(("stages",), "stage"),
     **dict.fromkeys(("learning_rate", "rate", "max_lr", "base_lr"), "optimizer.lr"),
     **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
     **dict.fromkeys(("grad_clip", "grad_clip_norm", "gradient_clip", "max_grad_norm", "clip"), "optimizer.clip_norm"),

@@ -29,7 +29,6 @@ from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import evaluate
 from megabatch_train.machine import describe_device, peak_bytes
 from megabatch_train.names import format_row, sanitize
-from megabatch_train.towers.models import PATCH_DROPOUT
 from megabatch_train.towers.tokens import drop_patches
 from megabatch_train.towers.tower import SIDES, Pair, compiler_settings, warm_up, without_compiler
 from megabatch_train.trainer import run
@@ -180,8 +179,6 @@ class Trainer:
         self.config, self.pair, self.dataset = config.on(self.world.device), pair, dataset
         by_name = validation if isinstance(validation, Mapping) else {} if validation is None else {"": validation}
         self.validation = {name if number else "": data for number, (name, data) in enumerate(by_name.items())}
-        if config.batch_size < self.world.size:
-            raise ValueError(f"batch_size must be at least 1 for each of {self.world.size} ranks, got {config.batch_size}")
         for data in self.validation.values():
             if tuple(data.sides) != tuple(dataset.sides):
                 raise ValueError(
@@ -194,12 +191,17 @@ class Trainer:
         self._encoded = [side for side in (0, 1) if not config.keep_frozen or config.freeze != SIDES[side]]
         self._negatives = add_negatives(config.loss, dataset, self._encoded)
         groups = len(dataset) if dataset.groups is None else dataset.groups
-        self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
-        self.stages = plan_stages(config, self.order, pair.options.get(PATCH_DROPOUT, 0.0))
+        self.stages = plan_stages(config, lambda size: Order(groups, size, config.seed, self.world.rank, self.world.size), pair)
+        for stage in self.stages:
+            if stage.config.batch_size < self.world.size:
+                raise ValueError(
+                    f"batch_size must be at least 1 for each of {self.world.size} ranks, got {stage.config.batch_size}"
+                )
+        self.order = self.stages[0].order
         self.steps = self.stages[-1].stop
         self.run = Run(folder, config, command, self.steps)
         self._observers = Observers(observers if self.world.rank == 0 else ())
-        self._unreadable = UnreadableSamples(dataset, self.order.batches_per_epoch * config.batch_size)
+        self._unreadable = UnreadableSamples(dataset, self.order.batches_per_epoch * self.order.batch_size)
         self._missing_negatives = MissingNegatives(self.steps)
         samples = [partial(self._samples, stage) for stage in self.stages]
         self._trained = build(self.config, pair, samples, self._encoded, self.world)
@@ -207,12 +209,12 @@ class Trainer:
         self._storage = Storage(self.run, self.config, self._trained, dataset, self._observers, self.world)
         self._fit: Fit | None = None
         self._stored: dict[int, StoredEmbeddings] | None = None
-        self._resident: Resident | None = None
+        self._resident: tuple[int | None, Resident] | None = None  # image size of a stage, and its images
         self._losses: deque[float] = deque(maxlen=RECENT)
         self._health = Health(
-            batch_size=config.batch_size,
+            batch_size=min(stage.config.batch_size for stage in self.stages),
             max_scale=config.loss.max_scale,
-            warm_up=config.schedule.warm_up(self.steps),
+            warm_up=config.schedule.warm_up(self.stages[0].schedule[1]),
             highest_rate=max(stage.rate for stage in self.stages),
         )
 
@@ -228,16 +230,19 @@ class Trainer:
         validation = f"{' and '.join(sizes) or 'none'} {'held out' if config.holdout else 'to evaluate on'}"
         columns = f" (columns {', '.join(self.dataset.columns.all)})" if isinstance(self.dataset, Table) else ""
         rate = self.stages[0].rate
-        end = f"{schedule.end * rate:.2g}"
-        decay = {"constant": "constant", "cosine": f"a cosine to {end}", "wsd": f"constant, then linear to {end}"}[
-            schedule.name
-        ]
+        decays = {"constant": "constant", "cosine": "a cosine to {}", "wsd": "constant, then linear to {}"}
+        decay = decays[schedule.name].format(f"{schedule.end * rate:.2g}")
         size = "" if config.chunk_size == "auto" else f" in chunks of {config.chunk_size:,}"
-        return {
+        rows = {
             "model": f"{sanitize(config.model)}: {self.pair.describe_parameters()}",
             "data": f"{len(self.dataset):,} pairs of {sanitize(config.data)}{columns}, {validation}; an epoch has "
-            f"{batches * config.batch_size:,} samples in {batches:,} {'batch' if batches == 1 else 'batches'}",
+            f"{batches * self.order.batch_size:,} samples in {batches:,} {'batch' if batches == 1 else 'batches'}",
             "device": f"{describe_device(self.world)}, {config.precision}{', compiled' if self._trained.compiled else ''}",
+        }
+        if config.stage:
+            rows["loss"] = f"{config.loss.name}{size}"
+            return rows | {f"stage {number}": stage.describe() for number, stage in enumerate(self.stages, 1)}
+        return rows | {
             "batch": f"{config.batch_size:,} pairs{size}, loss {config.loss.name}",
             "learning rate": f"up to {rate:.2g} after {schedule.warm_up(self.steps):,} of {self.steps:,} steps, then {decay}",
         }
@@ -332,9 +337,9 @@ class Trainer:
         elif self.step == stage.first:
             self._fit = None  # the chunk sizes of the previous stage
         modules, samples = self.pair.modules, partial(self._samples, stage)
-        dataset = self._load_resident(workers)  # before chunks and graphs, which share the remaining memory
+        dataset = self._load_resident(stage, workers)  # before chunks and graphs, which share the remaining memory
         if self._fit is None:
-            share = -(-self.config.batch_size // self.world.size)
+            share = -(-stage.config.batch_size // self.world.size)
             with without_compiler(modules), autocast(self.config.precision, self.world.device):
                 self._fit = choose_fit(self.config.memory, self.config.chunk_size, modules, samples, share, self.world)
             if self.config.chunk_size == "auto" and self.world.rank == 0:
@@ -343,9 +348,7 @@ class Trainer:
                 LOG.info("%s", format_row("chunk size", chunks))
         if self._stored is None:
             self._stored = self._embed_once(workers, self._fit)
-        return Step(
-            self.config, self._trained, dataset, self._stored, self.world, self._fit, workers, patch_dropout=stage.patch_dropout
-        )
+        return Step(self.config, self._trained, dataset, self._stored, self.world, self._fit, stage, workers)
 
     def _embed_once(self, workers: int | Executor, fit: Fit) -> dict[int, StoredEmbeddings]:
         """Computes the embeddings of a teacher and of a frozen side. Returns the embeddings of the frozen side by its index."""
@@ -360,7 +363,7 @@ class Trainer:
         self.objective.inputs_of = make_input_reader(loss, self.dataset, self._negatives, embeddings)
         return self._embed_frozen_side(workers, fit)
 
-    def _load_resident(self, workers: int | Executor) -> Dataset:
+    def _load_resident(self, stage: Stage, workers: int | Executor) -> Dataset:
         """Returns the dataset that the steps read. Moves it to the device if `memory.resident` is set."""
         share = self.config.memory.resident
         if not share or isinstance(self.dataset, Resident):
@@ -369,9 +372,10 @@ class Trainer:
             raise ValueError(f"memory.resident must be 0 with hard negatives, got {share}")
         limit, device = share * free_memory(self.world.device), self.world.device
         options: dict[str, Any] = {"sides": self._encoded, "augment": self.config.augment, "workers": workers}
-        if self._resident is None:
-            self._resident = Resident(self.dataset, self.pair.towers, device, limit=limit, **options)
-        return self._resident
+        if self._resident is None or self._resident[0] != stage.image_size:
+            self._resident = None  # frees the images of the previous stage
+            self._resident = stage.image_size, Resident(self.dataset, stage.towers(self.pair), device, limit=limit, **options)
+        return self._resident[1]
 
     def _compile(self, stage: Stage, fit: Fit) -> None:
         """Compiles the towers for the chunks of the stage if compilation is on."""
@@ -444,7 +448,7 @@ class Trainer:
         if self.average is not None:
             with phase("optimizer"):
                 self.average.update(self.step)
-        self._unreadable.check(self.step, self.config.batch_size, outcome.pairs, self.world)
+        self._unreadable.check(self.step, stage.config.batch_size, outcome.pairs, self.world)
         stop_number, is_overdue = map(int, self.world.max([stop.number, self._storage.is_overdue()]))
         self._record(outcome, batch.epoch, rate, start, clock, self._trained.utilizations[self.stages.index(stage)])
         self._unreadable.log_new()
@@ -533,8 +537,8 @@ class Trainer:
 
     def _samples(self, stage: Stage, side: int, count: int) -> Any:
         """Returns the inputs of the first samples of one side, as the steps of the stage have them."""
-        indices, tower = range(min(count, len(self.dataset))), self.pair.towers[side]
-        source = self.dataset.source(indices, side, tower, augment=False)
+        indices, tower = range(min(count, len(self.dataset))), stage.towers(self.pair)[side]
+        source = self.dataset.source(indices, side, tower, augment=tower is not self.pair.towers[side])
         source = drop_patches(source, tower.patches, stage.patch_dropout, indices, seed=0, epoch=0, side=side)
         return next(iter(source.chunks([(0, len(indices))], None)))
 

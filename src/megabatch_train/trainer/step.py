@@ -29,6 +29,7 @@ from megabatch_train.trainer.build import RATE_SCALE, Trained, autocast
 from megabatch_train.trainer.config import MemoryConfig, TrainConfig
 from megabatch_train.trainer.health import PairStatistics, average_statistics
 from megabatch_train.trainer.loss import ReadablePairs, StoredEmbeddings
+from megabatch_train.trainer.stages import Stage
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Memory of a step: the chunk size of each tower, activation checkpointing, and the memory budget for kept graphs.
@@ -340,8 +341,8 @@ class Step:
         stored: the embeddings of a frozen side, by the index of the side.
         world: the ranks.
         fit: the chunk sizes and the memory for graphs. They are halved if memory runs out.
+        stage: the stage of the run, which determines the image size and the patch dropout.
         workers: the data-loader workers, as in `ReplaySource`.
-        patch_dropout: the fraction of the patches of an image that the step drops.
     """
 
     config: TrainConfig
@@ -350,11 +351,12 @@ class Step:
     stored: dict[int, StoredEmbeddings]
     world: World
     fit: Fit
+    stage: Stage
     workers: int | Executor = 0
-    patch_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         """Collects the running statistics, and computes the host memory for the samples of a side."""
+        self._towers = self.stage.towers(self.trained.pair)
         statistics = [second_pass.running_statistics(tower.module) for tower in self.trained.pair.towers]
         self._statistics = list({id(value): value for side in statistics for value in side.values()}.values())
         self._sides = [side for side in (0, 1) if side not in self.stored]
@@ -368,7 +370,7 @@ class Step:
             source = self.dataset.source(
                 batch.indices.tolist(),
                 side,
-                self.trained.pair.towers[side],
+                self._towers[side],
                 seed=self.config.seed,
                 epoch=batch.epoch,
                 augment=self.config.augment,
@@ -403,9 +405,9 @@ class Step:
 
     def _source(self, inputs: StepInputs, side: int) -> Source:
         if side not in inputs.tokens:
-            batch, patches, seed = inputs.batch, self.trained.pair.towers[side].patches, self.config.seed
+            batch, patches, seed = inputs.batch, self._towers[side].patches, self.config.seed
             of_sample = {"seed": seed, "epoch": batch.epoch, "side": side}
-            return drop_patches(inputs.sources[side], patches, self.patch_dropout, batch.indices.tolist(), **of_sample)
+            return drop_patches(inputs.sources[side], patches, self.stage.patch_dropout, batch.indices.tolist(), **of_sample)
         with phase(DATA):
             return inputs.tokens[side]()
 
