@@ -209,7 +209,7 @@ class Trainer:
         self._storage = Storage(self.run, self.config, self._trained, dataset, self._observers, self.world)
         self._fit: Fit | None = None
         self._stored: dict[int, StoredEmbeddings] | None = None
-        self._resident: tuple[int | None, Resident] | None = None  # image size of a stage, and its images
+        self._resident: Resident | None = None
         self._losses: deque[float] = deque(maxlen=RECENT)
         self._health = Health(
             batch_size=min(stage.config.batch_size for stage in self.stages),
@@ -337,7 +337,7 @@ class Trainer:
         elif self.step == stage.first:
             self._fit = None  # the chunk sizes of the previous stage
         modules, samples = self.pair.modules, partial(self._samples, stage)
-        dataset = self._load_resident(stage, workers)  # before chunks and graphs, which share the remaining memory
+        dataset = self._load_resident(workers)  # before chunks and graphs, which share the remaining memory
         if self._fit is None:
             share = -(-stage.config.batch_size // self.world.size)
             with without_compiler(modules), autocast(self.config.precision, self.world.device):
@@ -363,7 +363,7 @@ class Trainer:
         self.objective.inputs_of = make_input_reader(loss, self.dataset, self._negatives, embeddings)
         return self._embed_frozen_side(workers, fit)
 
-    def _load_resident(self, stage: Stage, workers: int | Executor) -> Dataset:
+    def _load_resident(self, workers: int | Executor) -> Dataset:
         """Returns the dataset that the steps read. Moves it to the device if `memory.resident` is set."""
         share = self.config.memory.resident
         if not share or isinstance(self.dataset, Resident):
@@ -372,10 +372,9 @@ class Trainer:
             raise ValueError(f"memory.resident must be 0 with hard negatives, got {share}")
         limit, device = share * free_memory(self.world.device), self.world.device
         options: dict[str, Any] = {"sides": self._encoded, "augment": self.config.augment, "workers": workers}
-        if self._resident is None or self._resident[0] != stage.image_size:
-            self._resident = None  # frees the images of the previous stage
-            self._resident = stage.image_size, Resident(self.dataset, stage.towers(self.pair), device, limit=limit, **options)
-        return self._resident[1]
+        if self._resident is None:
+            self._resident = Resident(self.dataset, self.pair.towers, device, limit=limit, **options)
+        return self._resident
 
     def _compile(self, stage: Stage, fit: Fit) -> None:
         """Compiles the towers for the chunks of the stage if compilation is on."""
