@@ -14,6 +14,7 @@ import runs
 from megabatch.world import World
 from megabatch_train import towers
 from megabatch_train.data.dataset import Dataset
+from megabatch_train.data.images import TrainingImages
 from megabatch_train.trainer.loop import Trainer
 
 SIZE = 24  # pixels of an image
@@ -84,8 +85,15 @@ def spec(folder, model):
     return f"hf-config:{folder / 'images'}+{folder / 'texts'}"
 
 
+class Float64Images(TrainingImages):
+    """Random crops in float64."""
+
+    def normalize(self, pixels):
+        return {key: value.double() for key, value in super().normalize(pixels).items()}
+
+
 def pair(name, dtype=torch.float64, *, crops=False, **options):
-    """The towers of a model, with inputs of this dtype. `crops` is for encoders of transformers, which cast."""
+    """The towers of a model, with inputs of this dtype. `crops` takes random crops, in float64."""
     torch.manual_seed(3)
     loaded = towers.load(name, **options)
     for module in loaded.modules:
@@ -96,7 +104,11 @@ def pair(name, dtype=torch.float64, *, crops=False, **options):
             inputs = tower.collate(samples)
             return {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
 
-        return dataclasses.replace(tower, collate=collate, training_images=tower.training_images if crops else None)
+        images = tower.training_images if crops else None
+        images = (
+            None if images is None else Float64Images(*(getattr(images, field.name) for field in dataclasses.fields(images)))
+        )
+        return dataclasses.replace(tower, collate=collate, training_images=images)
 
     return dataclasses.replace(loaded, first=converted(loaded.first), second=converted(loaded.second))
 

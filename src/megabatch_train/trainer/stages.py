@@ -62,7 +62,7 @@ class Stage:
         warm_up, length = self.config.schedule.warm_up(self.schedule[1] - self.schedule[0]), self.stop - self.first
         images = "" if self.image_size is None else f", images of {self.image_size} pixels"
         dropped = f", {self.patch_dropout:.0%} of the patches dropped" if self.patch_dropout else ""
-        rate = f"a learning rate up to {self.rate:.2g} after {warm_up:,} steps"
+        rate = f"a learning rate up to {self.rate:.2g} after {warm_up:,} of them"
         return f"{length:,} steps of {self.config.batch_size:,} pairs{images}{dropped}, {rate}"
 
 
