@@ -11,6 +11,14 @@ tokens, so that a CPU can train it.
 Settings:
     defaults   no flags
     fast       the learning rate increases to 5e-4 within a tenth of the run
+    dropped    half of the patches are dropped, except in the last tenth of the run
+    small      images have half of the side, except in the last fifth of the run
+    both       images have half of the side and half of the patches, except in the last fifth of the run
+
+Recall at equal time, for runs of several lengths:
+
+    python benchmarks/defaults_study.py --data FOLDER --name tokens_study --compile --batches 4096 --steps 200 400 800 \\
+        --models ViT-B-32 ViT-B-16 --settings defaults dropped small both
 """
 
 import argparse
@@ -36,10 +44,8 @@ from megabatch_train.trainer import config as configs
 from megabatch_train.trainer.loop import Trainer
 from megabatch_train.trainer.run import METRICS, MetricsFile
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "fast": {"optimizer": {"lr": 5e-4}, "schedule": {"warmup_fraction": 0.1}},
-}
+SETTINGS = ("defaults", "fast", "dropped", "small", "both")
+DROPPED, FULL_SHARE = 0.5, 0.2  # fraction of dropped patches; fraction of the steps with images of full size
 TEXT = {"vocab_size": 49408, "width": 512, "heads": 8, "layers": 12}
 REPLICAS = {
     "replica": {
@@ -138,16 +144,17 @@ class Study:
                 "memory": {"graphs": 0.4},
                 "checkpoint": {"every": setting.steps, "minutes": 0.0, "keep": 1},
             },
-            SETTINGS[setting.settings],
+            changes(setting, small_side(name)),
         )
         torch.manual_seed(setting.seed)
-        pair = towers.load(config.model)
+        pair = towers.load(config.model, **config.model_options)
         train, test = self.prepare(setting.model, pair)
         folder = Path(tempfile.mkdtemp(prefix="defaults-study-"))
         start = time.monotonic()
         try:
             trainer = Trainer(config, pair, train, folder, validation=test, observers=[Progress()], world=World(self.device))
             metrics = trainer.fit()
+            train_seconds = trainer.run.seconds
             records = [record for record in results.read(folder / METRICS) if "loss" in record]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -161,6 +168,7 @@ class Study:
             **{name: metrics[name] for name in RECALLS},
             "images": self.held_out,
             "seconds": round(time.monotonic() - start, 1),
+            "train_seconds": round(train_seconds, 2),
             "machine": self.machine,
         }
 
@@ -173,6 +181,29 @@ class Study:
             )
             self.data[model] = train, test
         return self.data[model]
+
+
+def small_side(architecture: str) -> int:
+    """Returns about half of the side of a model's images in pixels, as a multiple of the side of a patch."""
+    import open_clip
+
+    config = open_clip.get_model_config(architecture)["vision_cfg"]
+    patch = config.get("patch_size") or 1
+    return max(patch, patch * round(config["image_size"] / 2 / patch))
+
+
+def changes(setting: Setting, side: int) -> dict[str, Any]:
+    """Returns the settings that differ from the defaults. `side` is the side of small images."""
+    dropout = {"model_options": {"patch_dropout": DROPPED}}
+    full = max(1, round(FULL_SHARE * setting.steps))
+    stages = [{"steps": setting.steps - full, "image_size": side}, {"steps": full, "patch_dropout": 0.0}]
+    return {
+        "defaults": {},
+        "fast": {"optimizer": {"lr": 5e-4}, "schedule": {"warmup_fraction": 0.1}},
+        "dropped": dropout | {"schedule": {"unmask_fraction": FULL_SHARE / 2}},
+        "small": {"steps": 0, "stage": stages},
+        "both": dropout | {"steps": 0, "stage": stages},
+    }[setting.settings]
 
 
 def setting_of(line: dict[str, Any]) -> Setting:
@@ -207,7 +238,7 @@ def report(path: Path) -> str:
 
 def table(lines: list[dict[str, Any]]) -> TextTable:
     """Returns the table with a row for each run."""
-    rows = []
+    rows, has_seconds = [], all("train_seconds" in line for line in lines)
     for line in lines:
         tail, images = line["losses"][-LAST:], line["images"]
         cells = [line["model"], line["settings"], f"{line['batch_size']:,}", line["steps"], line["seed"]]
@@ -217,10 +248,12 @@ def table(lines: list[dict[str, Any]]) -> TextTable:
             f"{math.log(line['batch_size']):.3f}",
             f"{line['spreads'][-1]:.1e}",
         ]
-        cells += [f"{100 * line['text_to_image_R@10']:.1f}", f"{1000 / images:.1f}", "yes" if line["problems"] else ""]
+        cells += [f"{100 * line['text_to_image_R@10']:.1f}", f"{1000 / images:.1f}"]
+        cells += [f"{line['train_seconds']:.0f}"] if has_seconds else []
+        cells.append("yes" if line["problems"] else "")
         rows.append(cells)
     headings = ["model", "settings", "batch", "steps", "seed", "highest lr", "loss"]
-    headings += ["log B", "spread", "R@10, %", "chance, %", "warned"]
+    headings += ["log B", "spread", "R@10, %", "chance, %", *(["seconds"] if has_seconds else []), "warned"]
     return TextTable(
         headings,
         rows,
@@ -231,7 +264,12 @@ def table(lines: list[dict[str, Any]]) -> TextTable:
 
 
 def draw(lines: list[dict[str, Any]]) -> Any:
-    """Draws the loss minus log B against the step, with one panel for each model and batch size."""
+    """Draws recall against seconds, or the loss minus log B against the step, with one panel for each model and batch size.
+
+    It draws recall if a run has fewer tokens.
+    """
+    if any(line["settings"] in ("dropped", "small", "both") for line in lines):
+        return _draw_recall([line for line in lines if "train_seconds" in line])
     cases = list(dict.fromkeys((line["model"], line["batch_size"]) for line in lines))
     figure, panels = plots.panels("Loss of default settings compared with chance", len(cases))
     colors = {"defaults": plots.GREEN, "fast": plots.ORANGE}
@@ -249,6 +287,27 @@ def draw(lines: list[dict[str, Any]]) -> Any:
     return figure
 
 
+def _draw_recall(lines: list[dict[str, Any]]) -> Any:
+    cases = list(dict.fromkeys((line["model"], line["batch_size"]) for line in lines))
+    figure, panels = plots.panels("Recall against the time of training", len(cases))
+    colors = dict(zip(SETTINGS, (plots.GREEN, plots.GREY, plots.ORANGE, plots.BLUE, plots.INK), strict=True))
+    for axes, (model, batch) in zip(panels, cases, strict=True):
+        for name in SETTINGS:
+            own = [line for line in lines if (line["model"], line["batch_size"], line["settings"]) == (model, batch, name)]
+            by_steps: dict[int, list[dict[str, Any]]] = {}
+            for line in own:
+                by_steps.setdefault(line["steps"], []).append(line)
+            points = [  # means over seeds
+                tuple(sum(line[key] for line in runs) / len(runs) for key in ("train_seconds", "text_to_image_R@10"))
+                for _, runs in sorted(by_steps.items())
+            ]
+            if points:
+                plots.line(axes, [(seconds, 100 * recall) for seconds, recall in points], name, colors[name])
+        axes.set(title=f"{model}, {batch:,} pairs", xlabel="seconds of all steps", ylabel="text to image R@10, %")
+        plots.label_lines(axes)
+    return figure
+
+
 def main() -> None:
     """Makes the runs and the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -259,7 +318,7 @@ def main() -> None:
     add("--steps", nargs="+", type=int, default=[100])
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--compile", action="store_true", help="compile the towers, which saves time in runs with large batches")
-    add("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    add("--settings", nargs="+", choices=SETTINGS, default=["defaults", "fast"])
     arguments(parser, "defaults_study", seconds=500.0)
     options = parser.parse_args()
     if options.tiny:

@@ -52,8 +52,12 @@ VARIANTS = {
     "not compiled": ["--set", "compile=off"],
     "no graphs kept": ["--set", "memory.graphs=0"],
     "not augmented": ["--set", "augment=false"],
+    "patch dropout 0.5": ["--set", "model_options.patch_dropout=0.5"],
+    "patch dropout 0.75": ["--set", "model_options.patch_dropout=0.75"],
     "fp32, not compiled, no workers": ["--precision", "fp32", "--set", "compile=off", "--set", "workers=0"],
 }
+# Flags of the trainer of open_clip for the variants that it has too.
+OPEN_CLIP_VARIANTS = {f"patch dropout {share}": ["--force-patch-dropout", share] for share in ("0.5", "0.75")}
 TINY_MODEL = "tiny-clip"
 TINY_CONFIG = {
     "embed_dim": 32,
@@ -193,7 +197,7 @@ class Bench:
         metrics = run / "metrics.jsonl"
         return from_metrics(results.read(metrics) if metrics.exists() else [], output)
 
-    def open_clip(self, batch: int) -> dict[str, Any]:
+    def open_clip(self, batch: int, flags: list[str]) -> dict[str, Any]:
         """Runs the trainer of open_clip, without checkpoints and with a small learning rate."""
         steps = self.args.steps + SKIPPED
         command = [sys.executable, str(HERE / "train_speed_child.py"), OPEN_CLIP]
@@ -202,7 +206,7 @@ class Bench:
         command += ["--train-num-samples", str(batch * steps), "--batch-size", str(batch), "--precision", "amp_bf16"]
         command += ["--workers", str(self.args.workers), "--epochs", "1", "--warmup", "10", "--lr", "1e-4"]
         command += ["--log-every-n-steps", "1", "--logs", str(self.folder / "logs"), "--save-frequency", "0"]
-        command += ["--device", self.device, "--local-loss", "--gather-with-grad"]
+        command += ["--device", self.device, "--local-loss", "--gather-with-grad", *flags]
         # The process is ended after enough steps, because with several workers it makes more steps than it should.
         return from_log(self.run(command, enough=steps)[0], batch)
 
@@ -277,9 +281,11 @@ def measure(record: Record, bench: Bench, args: argparse.Namespace) -> None:
     for batch in args.batches:
         if time_left():
             add(OURS, batch, "", bench.megabatch(batch, []))
+    fits = None  # the largest batch of open_clip that does not run out of memory
     for batch in args.open_clip:
-        if time_left() and "failed" in add(THEIRS, batch, "", bench.open_clip(batch)):
+        if time_left() and "failed" in add(THEIRS, batch, "", bench.open_clip(batch, [])):
             break
+        fits = batch
     for compiled in [TOWERS_HOW[name] for name in args.towers]:
         if time_left():
             variant = "compiled, captions cut" if compiled else "plain"
@@ -288,6 +294,8 @@ def measure(record: Record, bench: Bench, args: argparse.Namespace) -> None:
     for variant in args.variants:
         if time_left():
             add(OURS, args.batches[0], variant, bench.megabatch(args.batches[0], VARIANTS[variant]))
+        if time_left() and fits is not None and variant in OPEN_CLIP_VARIANTS:
+            add(THEIRS, fits, variant, bench.open_clip(fits, OPEN_CLIP_VARIANTS[variant]))
 
 
 COLORS = {"megabatch": plots.GREEN, "open_clip": plots.ORANGE, "towers alone": plots.GREY}
@@ -302,7 +310,6 @@ def name(row: dict[str, Any]) -> str:
 def markdown(record: dict[str, Any]) -> str:
     """Returns the Markdown of a record: a table of the runs, and the time by phase of the runs of megabatch."""
     rows = record["results"]
-    theirs = max((row["rate"] for row in rows if row["system"] == "open_clip" and "rate" in row), default=None)
     about = (
         f"# Speed of training\n\n{record['model']}, {record['samples']:,} pairs of JPEGs and captions in webdataset shards, "
         f"{chip(record)}. Rates exclude the first two steps. The trainer of open_clip has {record['workers']} workers. "
@@ -310,8 +317,15 @@ def markdown(record: dict[str, Any]) -> str:
         "for it. Encoding each chunk once is the upper bound."
     )
     phases = [f"- {name(row)}: {shares(row['phases'])}" for row in rows if "phases" in row]
-    table = TextTable(HEADINGS, [cells(row, theirs) for row in rows]).markdown()
+    table = TextTable(HEADINGS, [cells(row, _baseline(row, rows)) for row in rows]).markdown()
     return paragraphs(about, table, "Time by phase:\n\n" + "\n".join(phases) if phases else "")
+
+
+def _baseline(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
+    """Returns the best rate of open_clip with the patch dropout of the row, or None if there is no such run."""
+    variant = row["variant"] if row["variant"] in OPEN_CLIP_VARIANTS else ""
+    rates = [other["rate"] for other in rows if other["system"] == THEIRS and other["variant"] == variant and "rate" in other]
+    return max(rates, default=None)
 
 
 def cells(row: dict[str, Any], theirs: float | None) -> list[str]:

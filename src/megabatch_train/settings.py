@@ -70,6 +70,10 @@ def describe_fields(kind: type[Any], name: str = "") -> list[Setting]:
         if dataclasses.is_dataclass(hint):
             described += describe_fields(typing.cast(type[Any], hint), key)
             continue
+        if (entry := _entry_class(hint)) is not None:
+            described.append(Setting(key, "a list of tables", "[]", comments.get(field.name, "")))
+            described += describe_fields(entry, key)
+            continue
         default = field.default if field.default is not dataclasses.MISSING else {}
         options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
         types_in_words = " or ".join(_describe_type(option) for option in options if option is not type(None))
@@ -164,6 +168,10 @@ def _check_value(hint: Any, value: Any, name: str, meanings: Mapping[str, str] |
         if not isinstance(value, Mapping):
             raise SettingsError(f"{name} must be a table of settings ({name}.KEY), got {value!r}")
         return build(typing.cast(type[Any], hint), value, name, meanings)
+    if (entry := _entry_class(hint)) is not None:
+        if not isinstance(value, list | tuple):
+            raise SettingsError(f"{name} must be a list of tables ([[{name}]]), got {value!r}")
+        return tuple(_check_value(entry, table, f"{name}[{number}]", meanings) for number, table in enumerate(value))
     options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     for option in options:
         converted = _convert(option, value)
@@ -174,6 +182,12 @@ def _check_value(hint: Any, value: Any, name: str, meanings: Mapping[str, str] |
     ]
     advice = _suggest(value, choices) if isinstance(value, str) and choices else ""
     raise SettingsError(f"{name} must be {' or '.join(_describe_type(option) for option in options)}, got {value!r}{advice}")
+
+
+def _entry_class(hint: Any) -> type[Any] | None:
+    """Returns the dataclass of the entries of a list of tables, or None for another type."""
+    entry = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+    return entry if isinstance(entry, type) and dataclasses.is_dataclass(entry) else None
 
 
 def _convert(hint: Any, value: Any) -> tuple[Any] | None:
@@ -266,4 +280,7 @@ def read_fields(
         default = None if isinstance(field.value, ast.Call) else ast.literal_eval(field.value)
         text = lines[(field.end_lineno or field.lineno) - 1].partition("  # ")[2]
         source_fields[key] = SourceField(aliases.get(hint.id, hint) if isinstance(hint, ast.Name) else hint, default, text)
+        for entry in ast.walk(hint):  # the dataclass of the entries of a list
+            if isinstance(entry, ast.Name) and entry.id in classes:
+                source_fields |= read_fields(module, entry.id, prefix=f"{key}.")
     return source_fields

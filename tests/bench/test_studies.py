@@ -47,3 +47,9 @@ def test_the_study_of_default_settings_continues_and_reports(tmp_path, monkeypat
     assert (tmp_path / "defaults_study.svg").is_file()
     defaults_study.main()  # nothing is left to do
     assert (tmp_path / "defaults_study.jsonl").read_text() == written
+    options = ["--tiny", "--output", str(tmp_path), "--name", "tokens", "--settings", "dropped", "small", "both"]
+    monkeypatch.setattr(sys, "argv", ["defaults_study.py", *options])
+    defaults_study.main()
+    lines = map(json.loads, (tmp_path / "tokens.jsonl").read_text().splitlines())
+    assert {line["settings"]: len(line["losses"]) for line in lines} == {"dropped": 6, "small": 6, "both": 6}
+    assert (tmp_path / "tokens.svg").is_file()

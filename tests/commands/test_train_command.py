@@ -167,7 +167,7 @@ def test_flags_are_settings(pairs):
     config = settings.read("mine/config.toml")
     assert (config["steps"], config["evaluate_every"], config["workers"], config["compile"]) == (2, 1, 1, "off")
     assert (config["optimizer"]["weight_decay"], config["optimizer"]["clip_norm"]) == (0.3, 2.0)
-    assert config["schedule"] == {"name": "cosine", "warmup_steps": 1, "end": 0.0}
+    assert config["schedule"] == {"name": "cosine", "warmup_steps": 1, "end": 0.0, "unmask_fraction": 0.0}
     assert call("--steps", "1", "--warmup", "0.5", "--output", "other") == 0
     assert settings.read("other/config.toml")["schedule"]["warmup_fraction"] == 0.5
 

@@ -11,6 +11,7 @@ from megabatch_train.data.load import Mix
 from megabatch_train.data.resident import Resident, uniform
 
 TRAINING = TrainingImages(RandomCrop((24, 24), area=(0.3, 1.0), flip=True), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "pixels")
+TRAINING_REST = (TRAINING.mean, TRAINING.deviation, TRAINING.key)
 CPU = torch.device("cpu")
 
 
@@ -105,6 +106,19 @@ def test_crops_are_those_of_readers_up_to_resizing():
         assert torch.equal(whole(resident.source(indices, 0, PREPARATIONS[0], seed=4, epoch=1)), found)
     others = whole(resident.source(indices, 0, PREPARATIONS[0], seed=4, epoch=3))
     assert (found - others).abs().mean() > 0.1
+
+
+def test_crops_of_another_size_are_those_of_the_stored_size_made_smaller():
+    class Small(Images):
+        training_images = TrainingImages(RandomCrop((12, 12), area=(0.3, 1.0), flip=True), *TRAINING_REST)
+
+    resident = Resident(Photos(), PREPARATIONS, CPU)
+    indices = [0, 3, 6, 8, 11]
+    large = whole(resident.source(indices, 0, PREPARATIONS[0], seed=4, epoch=1))
+    small = whole(resident.source(indices, 0, Small(), seed=4, epoch=1))
+    assert small.shape == (5, 3, 12, 12)
+    wanted = F.interpolate(large, (12, 12), mode="bilinear", antialias=True)
+    torch.testing.assert_close(small, wanted, rtol=1e-5, atol=1e-5)  # interpolation and normalization are linear
 
 
 def test_nothing_is_read_again_and_order_and_chunks_do_not_matter():

@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megabatch_train import cli
+from megabatch_train import cli, settings
 from megabatch_train.commands import find_command
+from megabatch_train.trainer.config import resolve
 
 sys.path.insert(0, str(Path(__file__).parent))
 import code_blocks
@@ -238,15 +239,18 @@ def test_a_wrong_command_is_found():
         parsed(["train", "--batchsize", "3"])
 
 
-def test_other_languages():
-    """Slurm's is a script that bash can read, Kubernetes' is YAML, text is what a command prints."""
+def test_other_languages(tmp_path):
+    """Slurm's is a script that bash can read, Kubernetes' is YAML, settings are TOML, text is what a command prints."""
     seen = set()
     for path in code_blocks.FILES:
         for block in code_blocks.blocks(path):
             seen.add(block.language)
+            if block.language == "toml":
+                (tmp_path / "run.toml").write_text(block.code)
+                resolve(settings.read(tmp_path / "run.toml"))
             if block.language == "bash" and shutil.which("bash"):
                 subprocess.run(["bash", "-n"], input=block.code, text=True, check=True)
             if block.language == "yaml":
                 kinds = [document["kind"] for document in pytest.importorskip("yaml").safe_load_all(block.code)]
                 assert kinds == ["Service", "Job"]
-    assert seen == {"", "python", "bash", "yaml", "text"}
+    assert seen == {"", "python", "bash", "yaml", "toml", "text"}

@@ -177,6 +177,20 @@ def test_image_size_and_length_of_two_encoders(configs):
         models.model(f"hf:{configs}", length=23)
 
 
+def test_dropped_patches_cost_nothing_after_the_embedding(configs):
+    whole, half = (models.measure(models.model(f"hf:{configs}", patch_dropout=x).sides[0], 4, None) for x in (0.0, 0.5))
+    layers = 2 * 2 * (4 * 32 * 32 + 2 * 32 * 64)  # two of them, for each place
+    attention = 2 * (2 * 10 * 10 * 32) - 2 * (2 * 5 * 5 * 32)
+    # Of nine patches, four stay, with the class token. The pooler reads one place.
+    assert whole.forward_operations - half.forward_operations == 5 * layers + 2 * attention
+    assert half.saved.each < 0.7 * whole.saved.each
+    _, texts = configs.split("+")
+    with pytest.raises(ValueError, match=r"patch_dropout must be left out for 'hf:.*texts'"):
+        models.model(f"hf:{texts}", patch_dropout=0.5)
+    with pytest.raises(ValueError, match=r"patch_dropout must be left out for 'small'"):
+        models.model("small", patch_dropout=0.5)
+
+
 def test_two_encoders_that_are_none(configs):
     images, texts = configs.split("+")
     with pytest.raises(ValueError, match=r"model .* got BertModel"):

@@ -1,5 +1,6 @@
 """Tiny towers in float64 and data that is computed, for tests of whole runs; importable by processes of their own."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -164,6 +165,10 @@ class Failing:
     def __init__(self, order, number):
         self.order, self.number = order, number
 
+    @property
+    def batches_per_epoch(self):
+        return self.order.batches_per_epoch
+
     def batches(self, start, stop):
         for batch in self.order.batches(start, stop):
             if batch.number == self.number:
@@ -183,7 +188,7 @@ def whole(
     numbers.killed_at, numbers.signalled_at = kill_at_read, signal_at_read
     made = trainer(folder, changes, pair=tiny(dropout, shared), data=numbers, world=world)
     if fails_at:
-        made.order = Failing(made.order, fails_at)
+        made.stages = [dataclasses.replace(made.stages[0], order=Failing(made.order, fails_at))]
     if resume:
         assert made.resume()
     made.fit()

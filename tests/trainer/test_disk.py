@@ -1,5 +1,6 @@
 """Runs whose disk is full, slow or broken: they keep what was saved, say what could not be written, and train on."""
 
+import dataclasses
 import fcntl
 import threading
 from types import SimpleNamespace
@@ -295,7 +296,7 @@ def test_the_next_checkpoint_waits_for_the_one_before(tmp_path, slow_disk):
 def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(tmp_path, slow_disk):
     threading.Timer(0.3, slow_disk.set).start()
     made = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 2}})
-    made.order = runs.Failing(made.order, 3)  # asked for while step 3 trains
+    made.stages = [dataclasses.replace(made.stages[0], order=runs.Failing(made.order, 3))]  # asked for while step 3 trains
     with pytest.raises(FloatingPointError, match="meant to fail"):
         made.fit()
     assert read_manifest(tmp_path / "checkpoints" / "step_00000002")["step"] == 2

@@ -166,10 +166,10 @@ def test_weight_decay_spares_norms_biases_and_the_scale():
     assert [group["weight_decay"] for group in (decaying, sparing, of_loss)] == [0.3, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "lion"])
 def test_every_optimizer_by_its_name(name):
     if name != "adamw":
-        pytest.importorskip("timm", reason="Lion and AdaFactor come with timm")
+        pytest.importorskip("timm", reason="Muon, Lion and AdaFactor come with timm")
     model, loss = Odd(), Objective(LossConfig(), 10.0, None)
     optimizer = build.build_optimizer(OptimizerConfig(name), build.parameter_groups([model], loss, 0.1))
     before = model.linear.weight.detach().clone()
@@ -177,6 +177,78 @@ def test_every_optimizer_by_its_name(name):
     optimizer.step()
     assert not torch.equal(model.linear.weight, before)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.0]
+
+
+class Layers(nn.Module):
+    """A tower with two equal layers, and parameters before and after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 4, bias=False)
+        self.embedding = nn.Embedding(5, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean(1))
+
+
+def names_of(module, group):
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return sorted(names[id(parameter)] for parameter in group["params"])
+
+
+def test_muon_makes_updates_of_layers_orthogonal_and_adamw_does_the_rest():
+    pytest.importorskip("timm", reason="Muon comes with timm")
+    torch.manual_seed(0)
+    module, loss = Layers().double(), Objective(LossConfig(), 10.0, None)
+    groups = build.parameter_groups([module], loss, 0.5, muon=True)
+    assert [names_of(module, group) for group in groups[:3]] == [
+        ["blocks.0.0.weight", "blocks.1.0.weight"],
+        ["embedding.weight", "head.weight"],
+        ["blocks.0.0.bias", "blocks.0.1.bias", "blocks.0.1.weight", "blocks.1.0.bias", "blocks.1.1.bias", "blocks.1.1.weight"],
+    ]
+    config = OptimizerConfig("muon", lr=0.01, betas=(0.8, 0.9), eps=1e-3)
+    optimizer = build.build_optimizer(config, groups)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    for name, parameter in module.named_parameters():
+        decay = 0.5 if name in ("embedding.weight", "head.weight") or name.endswith(".0.weight") else 0.0
+        change = (before[name] * (1 - 0.01 * decay) - parameter.detach()) / 0.01
+        if name in ("blocks.0.0.weight", "blocks.1.0.weight"):
+            # Five Newton-Schulz steps bring singular values near 1, and 0.2 · √8 is the size of AdamW's update.
+            values = torch.linalg.svdvals(change / (0.2 * 8**0.5))
+            assert values.min() > 0.5
+            assert values.max() < 1.3
+        else:
+            gradient = parameter.grad
+            torch.testing.assert_close(change, gradient / (gradient.abs() + 1e-3), rtol=1e-6, atol=1e-6)
+
+
+def test_layers_nearer_to_the_input_have_smaller_rates():
+    module = Layers()
+    used = {id(parameter) for parameter in module.parameters()}
+    scales = build.layer_scales(module, [used, used], 0.5)
+    first, second = (
+        {f"blocks.{layer}.{name}": scale for name in ("0.weight", "0.bias", "1.weight", "1.bias")}
+        for layer, scale in ((0, 0.25), (1, 0.5))
+    )
+    assert scales == {"head.weight": 1.0, "embedding.weight": 0.125, **first, **second}
+    groups = build.parameter_groups([module], nn.Identity(), 0.1, scales=[scales])
+    found = {name: group.get(build.RATE_SCALE, 1.0) for group in groups for name in names_of(module, group)}
+    assert found == scales
+    decayed = {name for group in groups if group["weight_decay"] for name in names_of(module, group)}
+    assert decayed == {"blocks.0.0.weight", "blocks.1.0.weight", "embedding.weight", "head.weight"}
+    with pytest.raises(
+        ValueError, match=r"optimizer.layer_decay must be 1 for a tower without repeated layers \(Odd\), got 0.5"
+    ):
+        build.layer_scales(Odd(), [set()], 0.5)
 
 
 def test_timm_that_averages_wrongly_is_refused(monkeypatch):
@@ -193,7 +265,15 @@ def test_learning_rates_by_batch_size():
         config = OptimizerConfig(lr=1e-3, scaling=scaling, reference_batch=1024)
         assert configs.scale_rate(config, 16384) == pytest.approx(wanted)
         assert configs.scale_rate(config, 1024) == 1e-3
-    for wrong in ({"lr": 0.0}, {"lr": math.nan}, {"betas": (0.9, 1.0)}, {"weight_decay": -1.0}, {"reference_batch": 0}):
+    for wrong in (
+        {"layer_decay": 0.0},
+        {"layer_decay": 1.5},
+        {"lr": 0.0},
+        {"lr": math.nan},
+        {"betas": (0.9, 1.0)},
+        {"weight_decay": -1.0},
+        {"reference_batch": 0},
+    ):
         with pytest.raises(ValueError, match=rf"optimizer.{next(iter(wrong))} must be"):
             OptimizerConfig(**wrong)
 
@@ -230,6 +310,15 @@ def test_schedules():
     assert cosine[-1] == pytest.approx(2.0 * 0.5 * (1 + math.cos(math.pi * 7 / 8)))
     assert all(later <= earlier for earlier, later in itertools.pairwise(cosine[2:]))
     assert configs.learning_rate(ScheduleConfig(warmup_fraction=0.0, end=0.25), 2.0, 10, 10) == pytest.approx(0.5)
+    stable = rates(10, name="wsd", warmup_steps=2, decay_fraction=0.4, end=0.5)
+    assert stable == pytest.approx([1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.75, 1.5, 1.25])
+    assert rates(10, name="wsd", warmup_steps=0) == pytest.approx([2.0] * 9 + [1.0])  # the last fifth by default
+    assert rates(10, name="wsd", warmup_steps=0, decay_fraction=0.0) == [2.0] * 10
+    assert rates(4, name="wsd", warmup_steps=3, decay_fraction=1.0) == pytest.approx([2 / 3, 4 / 3, 2.0, 2.0])
+    with pytest.raises(ValueError, match=r"schedule.decay_fraction must be left out for schedules other than \"wsd\", got 0.1"):
+        ScheduleConfig(decay_fraction=0.1)
+    with pytest.raises(ValueError, match=r"schedule.decay_fraction must be from 0 to 1, got 2.0"):
+        ScheduleConfig("wsd", decay_fraction=2.0)
     assert rates(3, warmup_steps=100) == pytest.approx([2 / 3, 4 / 3, 2.0])  # shorter than its warm-up
     # One step and the whole run, which 1 and 1.0 would not tell apart.
     assert rates(4, name="constant", warmup_steps=1) == [2.0] * 4

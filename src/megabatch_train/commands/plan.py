@@ -66,6 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PIXELS",
         help="side length of images in pixels (default: from the model)",
     )
+    add(
+        "--patch-dropout",
+        type=_parse_dropout,
+        default=0.0,
+        metavar="X",
+        help="fraction of the patches of an image that a step drops (default: none)",
+    )
     add("--length", type=parse_positive_int, metavar="TOKENS", help="length of texts in tokens (default: from the model)")
     add(
         "--lora",
@@ -146,6 +153,16 @@ def _parse_fraction(text: str) -> float:
     return _parse_positive(text, 1.0, "above 0 and at most 1")
 
 
+def _parse_dropout(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0 and less than 1, got {text!r}")
+    return value
+
+
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Returns 2 if an argument is not valid."""
     import torch
@@ -155,7 +172,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         setup = _build_setup(args)
         frozen = step.AUTOCAST.get(setup.precision, torch.float32)
-        model = models.model(args.model, image_size=args.image_size, length=args.length, lora=args.lora, frozen=frozen)
+        sizes = {"image_size": args.image_size, "length": args.length, "patch_dropout": args.patch_dropout}
+        model = models.model(args.model, lora=args.lora, frozen=frozen, **sizes)
         plan = step.make(model, setup, args.chunk_size, checkpointing=args.checkpointing)
     except (ValueError, ModuleNotFoundError) as error:
         print(f"megabatch plan: {error}", file=sys.stderr)

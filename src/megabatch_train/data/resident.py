@@ -21,10 +21,14 @@ from megabatch_train.data.images import CROP_NUMBERS, TrainingImages
 
 
 def uniform(seed: int, indices: Tensor, count: int) -> Tensor:  # (n,) int64 -> (n, count) float32
-    """Returns `count` numbers in [0, 1) per sample: the upper bits of `sample_seed(sample_seed(seed, index), number)`."""
+    """Returns `count` numbers in [0, 1) per sample."""
+    return (random_bits(seed, indices, count) >> 39).float() / 2**24  # 24 of 63 bits, which float32 represents exactly
+
+
+def random_bits(seed: int, indices: Tensor, count: int) -> Tensor:  # (n,) int64 -> (n, count) int64
+    """Returns `count` numbers of 63 bits per sample: `sample_seed(sample_seed(seed, index), number)`."""
     seeds = _sample_seeds(torch.full_like(indices, _to_signed(seed)), indices)  # (n,)
-    bits = _sample_seeds(seeds[:, None], torch.arange(count, device=indices.device))  # (n, count)
-    return (bits >> 39).float() / 2**24  # 24 of 63 bits, which float32 represents exactly
+    return _sample_seeds(seeds[:, None], torch.arange(count, device=indices.device))
 
 
 def _sample_seeds(seed: Tensor, position: Tensor) -> Tensor:
@@ -137,7 +141,7 @@ class Resident(Part):
         kept = self._kept.get(side)
         if kept is None or (isinstance(kept, _ResidentImages) and not augment):
             return self.whole.source(indices, side, preparation, seed=seed, epoch=epoch, augment=augment, **options)
-        return kept.source(torch.as_tensor(indices), sample_seed(sample_seed(seed, epoch), side))
+        return kept.source(torch.as_tensor(indices), sample_seed(sample_seed(seed, epoch), side), preparation)
 
 
 class _DeviceBuffers:
@@ -182,7 +186,7 @@ class _Fixed:
         lengths = None if parts[0][1] is None else torch.cat([counts for _, counts in parts if counts is not None])
         return cls(_join([inputs for inputs, _ in parts]), rows, lengths)
 
-    def source(self, indices: Tensor, seed: int) -> Source:
+    def source(self, indices: Tensor, seed: int, preparation: Preparation) -> Source:
         chosen = self.rows[indices]
         places: dict[torch.device, Tensor] = {}
 
@@ -224,32 +228,35 @@ class _ResidentImages:
             begin += len(stretched)
         return cls(pixels, shapes, rows.to(device), training)
 
-    def source(self, indices: Tensor, seed: int) -> "_Crops":
-        return _Crops(self, indices.to(self.pixels.device), seed)
+    def source(self, indices: Tensor, seed: int, preparation: Preparation) -> "_Crops":
+        size = self.training.crop.size if preparation.training_images is None else preparation.training_images.crop.size
+        return _Crops(self, indices.to(self.pixels.device), seed, size)
 
-    def crops(self, indices: Tensor, seed: int) -> dict[str, Tensor]:  # (n, 3, *size) float32
-        """Returns the inputs of the tower."""
+    def crops(self, indices: Tensor, seed: int, size: tuple[int, int]) -> dict[str, Tensor]:  # (n, 3, *size) float32
+        """Returns the inputs of the tower. Crops of another size than the stored images are resized with antialiasing."""
         rows = self.rows[indices]
         numbers = uniform(seed, indices, CROP_NUMBERS)
         crop = self.training.crop
         parts = crop.parts(numbers, self.shapes[rows])
         pieces = zip(torch.split(rows, CHUNK), torch.split(parts, CHUNK), strict=True)
         crops = [crop.many(self.pixels[some].float(), part) for some, part in pieces]
+        if size != crop.size:
+            crops = [F.interpolate(part, size, mode="bilinear", antialias=True) for part in crops]
         return self.training.normalize(torch.cat(crops) if len(crops) > 1 else crops[0])
 
 
 class _Crops(Source):
     """The crops of a batch. Each chunk is cropped when it is needed."""
 
-    def __init__(self, images: _ResidentImages, indices: Tensor, seed: int) -> None:
-        self._images, self._indices, self._seed = images, indices, seed
+    def __init__(self, images: _ResidentImages, indices: Tensor, seed: int, size: tuple[int, int]) -> None:
+        self._images, self._indices, self._seed, self._size = images, indices, seed, size
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def chunks(self, spans: Sequence[Span], device: torch.device | None) -> Iterator[Any]:
         for start, stop in spans:
-            yield self._images.crops(self._indices[start:stop], self._seed)
+            yield self._images.crops(self._indices[start:stop], self._seed, self._size)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megabatch_train.machine import PEAKS
 # Options and defaults of a plan.
 
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
-OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd": 1, "none": 0}  # float32 states per parameter
+OPTIMIZERS = {"adamw": 2, "muon": 1.25, "lion": 1, "sgd": 1, "none": 0}  # float32 states per parameter
 SHARDINGS = ("none", "optimizer", "fsdp")
 HOST_MEMORY = 2 * 2**40  # bytes per node, assumed
 STAND_IN = "PARAMETERS:TOKENSxWIDTH for each tower, such as 304M:257x1024,124M:77x768"

@@ -5,7 +5,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from megabatch_train.names import MODELS
 from megabatch_train.planning.gpus import STAND_IN, number
 from megabatch_train.towers.lora import store_frozen
 from megabatch_train.towers.small import SmallConfig, SmallImageTower, SmallTextTower
+from megabatch_train.towers.tokens import INPUT, check_dropout, count_kept
 from megabatch_train.towers.tower import LoraConfig, flops
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -190,6 +191,7 @@ def model(
     *,
     image_size: int | None = None,
     length: int | None = None,
+    patch_dropout: float = 0.0,
     lora: int = 0,
     frozen: torch.dtype = torch.float32,
 ) -> Model:
@@ -199,6 +201,7 @@ def model(
         spec: a name of `towers.load`, or `STAND_IN`.
         image_size: side length of images in pixels (default: the model's size).
         length: number of tokens of a text (default: the model's length).
+        patch_dropout: fraction of the patches of an image that a step drops.
         lora: LoRA rank of a transformers model, whose adapters are trained instead of its weights. 0 means no adapters.
         frozen: dtype of the frozen weights of a model with adapters.
     """
@@ -216,6 +219,8 @@ def model(
             sides = _stand_ins(spec)
         else:
             raise ValueError(f"No such model: {spec}. Possible are: {'; '.join(MODELS)}; or {STAND_IN}")
+    if patch_dropout:
+        sides = (_drop_patches(sides[0], patch_dropout, spec), sides[1])
     with nowhere():
         for module in {id(side.module): side.module for side in sides}.values():
             without_data(module)
@@ -265,6 +270,16 @@ def _open_clip(name: str, image_size: int | None, length: int | None) -> tuple[M
         ModelSide("image", module, lambda n: {"image": torch.zeros(n, 3, height, width)}),
         ModelSide("text", module, lambda n: {"text": _ids(n, tokens)}),
     )
+
+
+def _drop_patches(side: ModelSide, dropout: float, spec: str) -> ModelSide:
+    """Returns the side of images with inputs that keep the first patches. The choice of patches does not change any shape."""
+    with nowhere():
+        images = next(iter(side.inputs(1).values()))
+    tokens = getattr(side.module, "tokens", None)
+    patches = 0 if tokens is None or images.dim() != 4 else tokens.count(images.shape[2:])
+    kept = count_kept(patches, check_dropout(dropout, patches, spec))
+    return replace(side, inputs=lambda n: {**side.inputs(n), INPUT: _ids(n, kept)})
 
 
 @contextmanager

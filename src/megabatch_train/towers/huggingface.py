@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from megabatch_train.towers.sentence_transformer import (
     pool,
     widen,
 )
+from megabatch_train.towers.tokens import AS_STORED, TokenSizes, check_image_size, resize_model, tokens_of_huggingface
 from megabatch_train.towers.tower import LoraConfig, Pair, Tower, allows_remote_code, explain_remote_code
 
 LOG = logging.getLogger("megabatch")
@@ -164,17 +165,26 @@ class ImageEncoder(nn.Module):
         super().__init__()
         self.model = model
         self.head = _head(model, dim)
+        self.tokens = tokens_of_huggingface(model)
+        self._interpolates = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
 
-    def forward(self, pixel_values: Tensor) -> Tensor:  # (n, 3, S, S) -> (n, D)
-        """Returns embeddings of unit length."""
+    def forward(self, pixel_values: Tensor, kept_patches: Tensor | None = None) -> Tensor:  # (n, 3, S, S) -> (n, D)
+        """Returns embeddings of unit length. `kept_patches` are the numbers of the patches of each image to keep, (n, kept)."""
         model: Any = self.model
-        states = widen(model(pixel_values=pixel_values.to(model.dtype)).last_hidden_state)  # (n, positions, H) or (n, H, h, w)
+        options: dict[str, Any] = {}
+        if self._interpolates and self.tokens is not None and pixel_values.shape[2:] != self.tokens.size:
+            options["interpolate_pos_encoding"] = True
+        with nullcontext() if self.tokens is None else self.tokens.use(pixel_values, kept_patches):
+            output = model(pixel_values=pixel_values.to(model.dtype), **options)
+        states = widen(output.last_hidden_state)  # (n, positions, H) or (n, H, h, w)
         pooled = states.mean(1) if states.dim() == 3 else states.mean((2, 3))
         return F.normalize(self.head(pooled), dim=-1)
 
 
-def load(name: str, lora: LoraConfig | None = None) -> Pair:
+def load(name: str, lora: LoraConfig | None = None, sizes: TokenSizes = AS_STORED) -> Pair:
     """Loads encoders with weights, tokenizer and image processor from the hub or from folders. `lora` adds adapters.
+
+    `sizes` replace the sizes of images and texts in the files.
 
     The options of the pair come from the files of sentence-transformers. They are not applied yet.
     """
@@ -183,16 +193,26 @@ def load(name: str, lora: LoraConfig | None = None) -> Pair:
     with _explain_missing_files(name):
         sentence_model = sentence_transformer.read(parts[-1])
         of_parts = [None] * (len(parts) - 1) + [sentence_model]
-        encoders = [_download(part, lora, sentences) for part, sentences in zip(parts, of_parts, strict=True)]
+        each = zip(parts, of_parts, split_sizes(sizes, len(parts)), strict=True)
+        encoders = [_download(part, lora, sentences, own) for part, sentences, own in each]
         return _apply_sentence_model(_pair(f"hf:{name}", encoders, lora), sentence_model)
 
 
-def load_config(folder: str, lora: LoraConfig | None = None) -> Pair:
+def split_sizes(sizes: TokenSizes, encoders: int) -> list[TokenSizes]:
+    """Returns the sizes of each encoder: images come before texts."""
+    if encoders == 2:
+        return [TokenSizes(image_size=sizes.image_size), TokenSizes(context_length=sizes.context_length)]
+    if sizes.image_size is not None:
+        raise ValueError(f"model_options.image_size must be left out for a model without images, got {sizes.image_size}")
+    return [sizes]
+
+
+def load_config(folder: str, lora: LoraConfig | None = None, sizes: TokenSizes = AS_STORED) -> Pair:
     """Builds encoders with random weights from a config.json. Downloads nothing. The options of the pair are as for `load`."""
     folders = [Path(part) for part in _parts(folder)]
     sentence_model = sentence_transformer.read(folders[-1], offline=True) if folders[-1].is_dir() else None
     layers = () if sentence_model is None else sentence_model.layers
-    return _apply_sentence_model(load_folders(f"hf-config:{folder}", folders, lora, layers), sentence_model)
+    return _apply_sentence_model(load_folders(f"hf-config:{folder}", folders, lora, layers, sizes), sentence_model)
 
 
 def _apply_sentence_model(pair: Pair, model: SentenceModel | None) -> Pair:
@@ -339,7 +359,11 @@ def random_encoders(configs: Sequence[Any], name: str, lora: LoraConfig | None =
 
 
 def load_folders(
-    name: str, folders: Sequence[Path], lora: LoraConfig | None = None, layers: Sequence[LayerConfig] = ()
+    name: str,
+    folders: Sequence[Path],
+    lora: LoraConfig | None = None,
+    layers: Sequence[LayerConfig] = (),
+    sizes: TokenSizes = AS_STORED,
 ) -> Pair:
     """Builds encoders with random weights from the folders that towers of this name were saved to.
 
@@ -348,9 +372,11 @@ def load_folders(
         folders: folders with a config.json.
         lora: configuration of the adapters.
         layers: layers after the pooling of the text encoder.
+        sizes: sizes of images and texts that replace the sizes in the folders.
     """
     with explain_remote_code(name):
-        return _pair(name, [_build_from_config(folder, lora, layers) for folder in folders], lora)
+        each = zip(folders, split_sizes(sizes, len(folders)), strict=True)
+        return _pair(name, [_build_from_config(folder, lora, layers, own) for folder, own in each], lora)
 
 
 @dataclass(frozen=True)
@@ -384,7 +410,7 @@ def _locate(part: str, *, absolute: bool) -> str:
     return part
 
 
-def _download(name: str, lora: LoraConfig | None, sentences: SentenceModel | None) -> _ModelParts:
+def _download(name: str, lora: LoraConfig | None, sentences: SentenceModel | None, sizes: TokenSizes) -> _ModelParts:
     transformers = extras.load("transformers", purpose=PURPOSE)
     options: dict[str, Any] = {"trust_remote_code": allows_remote_code()}
     place = {"subfolder": sentences.subfolder} if sentences is not None and sentences.subfolder else {}
@@ -394,24 +420,44 @@ def _download(name: str, lora: LoraConfig | None, sentences: SentenceModel | Non
         model = transformers.AutoModel.from_pretrained(name, **options).float()  # small updates need float32
     else:
         model = transformers.AutoModel.from_pretrained(name, **options, **quantization_options(lora.quantize))
+        if lora.quantize != "none" and sizes != AS_STORED:
+            raise ValueError(f'lora.quantize must be "none" for a model with other sizes, got {lora.quantize!r} and {sizes}')
+    made_for = getattr(model.config, "image_size", None)
+    model = _resize(model, sizes, keep_weights=True)
+    if lora is not None:
         inject(model, lora, name)
     return _ModelParts(
         model,
         lambda: TokenInputs(transformers.AutoTokenizer.from_pretrained(name, **options), longest(model.config)),
-        lambda: ImageInputs(model.config, transformers.AutoImageProcessor.from_pretrained(name, **options)),
+        lambda: ImageInputs(model.config, transformers.AutoImageProcessor.from_pretrained(name, **options), made_for),
         *(() if sentences is None else (sentences.layers, sentences.weights)),
     )
 
 
-def _build_from_config(folder: Path, lora: LoraConfig | None, layers: Sequence[LayerConfig]) -> _ModelParts:
+def _resize(model: Any, sizes: TokenSizes, *, keep_weights: bool) -> Any:
+    """Returns the model with other sizes of images or texts. Without such sizes, returns the same model."""
+    if sizes == AS_STORED:
+        return model
+    takes_images = model.main_input_name == "pixel_values"
+    if takes_images != (sizes.image_size is not None):
+        return model  # `_check` raises the error
+    if sizes.image_size is not None:
+        check_image_size(sizes.image_size, tokens_of_huggingface(model))
+    return resize_model(model, sizes, keep_weights=keep_weights)
+
+
+def _build_from_config(folder: Path, lora: LoraConfig | None, layers: Sequence[LayerConfig], sizes: TokenSizes) -> _ModelParts:
     transformers = extras.load("transformers", purpose=PURPOSE)
     config = _config(folder)
     model = transformers.AutoModel.from_config(config, trust_remote_code=allows_remote_code()).float()
+    made_for = getattr(config, "image_size", None)
+    model = _resize(model, sizes, keep_weights=False)
+    config = model.config
     if lora is not None:
         if lora.quantize != "none":
             raise ValueError(f'lora.quantize must be "none" for models "hf-config:", got {lora.quantize!r}')
         inject(model, lora)
-    return _ModelParts(model, lambda: texts_of(config, folder), lambda: images_of(config, folder), layers)
+    return _ModelParts(model, lambda: texts_of(config, folder), lambda: images_of(config, folder, made_for), layers)
 
 
 def _config(folder: Path) -> Any:
@@ -503,6 +549,7 @@ def _image_tower(parts: _ModelParts, name: str) -> Tower:
         images.collate,
         _ModelFiles(parts.model, images).write,
         training_images=images.training,
+        tokens=encoder.tokens,
     )
 
 

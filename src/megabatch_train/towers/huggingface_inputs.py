@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megabatch import extras
 from megabatch_train.data.images import RandomCrop, TrainingImages, fit_to_square, leave_unchanged, to_pillow
 from megabatch_train.towers.small import n_grams, pad
+from megabatch_train.towers.tokens import pair_of
 from megabatch_train.towers.tower import allows_remote_code
 
 try:
@@ -39,14 +40,20 @@ def texts_of(config: Any, folder: Path) -> "TokenInputs | HashedWords":
     return HashedWords(config.vocab_size, longest(config))
 
 
-def images_of(config: Any, folder: Path) -> "ImageInputs":
-    """Returns inputs that are normalized as in the folder's image processor, or to [−1, 1] if the folder has none."""
+def images_of(config: Any, folder: Path, made_for: Any = None) -> "ImageInputs":
+    """Returns inputs that are normalized as in the folder's image processor, or to [−1, 1] if the folder has none.
+
+    Args:
+        config: the config of the model.
+        folder: the folder of the image processor.
+        made_for: the image size of the image processor, if the size in the config was changed.
+    """
     processor = None
     if (folder / _PROCESSOR).is_file():
         transformers = extras.load("transformers", purpose=_PURPOSE)
         options = {"local_files_only": True, "trust_remote_code": allows_remote_code()}
         processor = transformers.AutoImageProcessor.from_pretrained(folder, **options)
-    return ImageInputs(config, processor)
+    return ImageInputs(config, processor, made_for)
 
 
 def longest(config: Any) -> int:
@@ -145,10 +152,18 @@ class HashedWords:
 
 
 class ImageInputs:
-    """Images of the encoder's size. Training uses random crops. Evaluation uses the image processor, if there is one."""
+    """Images of the encoder's size. Training uses random crops. Evaluation uses the image processor, if there is one.
 
-    def __init__(self, config: Any, processor: Any | None) -> None:
+    Args:
+        config: the config of the model.
+        processor: the image processor.
+        made_for: the image size of the image processor, if the size in the config was changed (default: not changed).
+    """
+
+    def __init__(self, config: Any, processor: Any | None, made_for: Any = None) -> None:
         self.size = height_and_width(config)
+        if processor is not None and made_for is not None and pair_of(made_for) != self.size:
+            processor = _scale_processor(processor, self.size[0] / pair_of(made_for)[0])
         self.processor = processor
         mean, deviation = (getattr(processor, name, None) or [0.5] * 3 for name in ("image_mean", "image_std"))
         self.training = TrainingImages(RandomCrop(self.size), tuple(mean), tuple(deviation), "pixel_values")
@@ -170,6 +185,15 @@ class ImageInputs:
         """Writes the files of the image processor."""
         if self.processor is not None:
             self.processor.save_pretrained(folder)
+
+
+def _scale_processor(processor: Any, factor: float) -> Any:
+    """Returns the image processor for another size of images."""
+    options = processor.to_dict()
+    for name in ("size", "crop_size"):
+        if isinstance(sides := options.get(name), dict):
+            options[name] = {key: round(factor * side) for key, side in sides.items() if side is not None}
+    return type(processor).from_dict(options)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from megabatch_train.data.dataset import IMAGE, TEXT
 from megabatch_train.names import MODELS, nearest
 from megabatch_train.towers import huggingface, huggingface_inputs, lora, open_clip, small
 from megabatch_train.towers.sentence_transformer import LayerConfig, write_tensors
+from megabatch_train.towers.tokens import TokenSizes, check_dropout
 from megabatch_train.towers.tower import SIDES, LoraConfig, Pair
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -29,6 +30,8 @@ from megabatch_train.towers.tower import SIDES, LoraConfig, Pair
 LOG = logging.getLogger("megabatch")
 PROMPTS = ("query_prompt", "document_prompt")  # options for the first and the second side
 TEXT_OPTIONS = (*PROMPTS, *huggingface.OPTIONS)
+PATCH_DROPOUT = "patch_dropout"  # option of image towers with patches
+SIZES = ("image_size", "context_length")  # options of `TokenSizes`, for models of open_clip and transformers
 
 
 def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), *, lora: LoraConfig | None = None, **options: Any) -> Pair:
@@ -41,27 +44,35 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), *, lora: LoraConfig 
         options: the allowed options depend on the model. "small" has the fields of `small.SmallConfig`. All models have
             `query_prompt` and `document_prompt`, which texts of the first and second side begin with. "hf:" has the options of
             `huggingface.adapt`, which replace the options in the files of a sentence-transformers model. "open_clip:FILE.json"
-            has `config`, the contents of the file; if it is given, the file is not read.
+            has `config`, the contents of the file; if it is given, the file is not read. Vision transformers have
+            `patch_dropout`, the fraction of the patches of an image that a training step drops. "open_clip:" and "hf:" have the
+            fields of `TokenSizes`, and interpolate the positions of trained weights.
     """
     family, _, name = spec.partition(":")
     texts = {key: options.pop(key) for key in TEXT_OPTIONS if key in options}
     lora = lora if lora is not None and lora.rank else None
     if lora is not None and family not in ("hf", "hf-config"):
         raise ValueError(f'lora.rank must be 0 for models other than "hf:" and "hf-config:", got {lora.rank} for {spec!r}')
+    dropout = options.pop(PATCH_DROPOUT, None)
+    chosen = {} if spec == "small" else {key: options.pop(key) for key in SIZES if options.get(key) is not None}
+    sizes = TokenSizes.of(chosen)
     config = options.pop("config", None) if family == "open_clip" else None
     if options and spec != "small":
-        raise ValueError(f'model_options must be left out for models other than "small", got {", ".join(options)} for {spec!r}')
+        raise ValueError(
+            f"model_options.{next(iter(options))} must be left out for {spec!r}; possible are: "
+            f"{', '.join((*TEXT_OPTIONS, *SIZES, PATCH_DROPOUT))}"
+        )
     if spec == "small":
         config = small.build_config(options)
         text = small.text_tower(config)
         first = small.image_tower(config) if kinds[0] == IMAGE else text
         pair = Pair(first, text, small.INITIAL_SCALE, name=spec, options=options)
     elif family == "open_clip" and name:
-        pair = open_clip.load(name, config)
+        pair = open_clip.load(name, config, sizes)
     elif family == "hf" and name:
-        pair = huggingface.load(name, lora)
+        pair = huggingface.load(name, lora, sizes)
     elif family == "hf-config" and name:
-        pair = huggingface.load_config(name, lora)
+        pair = huggingface.load_config(name, lora, sizes)
     else:
         raise ValueError(f"No such model: {spec}{nearest(spec, ['small'])}. Possible are: {'; '.join(MODELS)}")
     if (pair.first.kind, pair.second.kind) != tuple(kinds):
@@ -71,6 +82,12 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), *, lora: LoraConfig 
         )
     if family == "hf":
         _log_choice(pair, texts)
+    if chosen:
+        pair = replace(pair, options={**pair.options, **chosen})
+    if family in ("hf", "hf-config") and sizes.context_length is not None:
+        texts = {"max_length": sizes.context_length, **texts}
+    if dropout is not None:
+        pair = replace(pair, options={**pair.options, PATCH_DROPOUT: check_dropout(dropout, pair.first.patches, spec)})
     return adapt_texts(pair, {**pair.options, **texts})
 
 
@@ -265,19 +282,26 @@ def _build(description: dict[str, Any], place: Path) -> Pair:
     """Builds the towers without loading their weights."""
     family, _, name = description["name"].partition(":")
     if family == "open_clip":
-        return adapt_texts(open_clip.load_folder(name, place), description["options"])
+        return _with_options(open_clip.load_folder(name, place, TokenSizes.of(description["options"])), description["options"])
     if family in ("hf", "hf-config"):
         adapters = settings.build(LoraConfig, description["lora"]) if description.get("lora") else None
         if family == "hf" and adapters is not None:
-            pair = huggingface.load(_find_moved(name, place, description.get("bases", {})), adapters)
+            bases = _find_moved(name, place, description.get("bases", {}))
+            pair = huggingface.load(bases, adapters, TokenSizes.of(description["options"]))
             pair = replace(pair, options={})  # the description has the options
         else:
             sides = SIDES if "+" in name else SIDES[:1] if adapters is not None else ("",)
             folders = [place / side for side in sides]
             layers = [settings.build(LayerConfig, layer) for layer in description.get("layers", ())]
             pair = huggingface.load_folders(description["name"], folders, adapters, layers)
-        return adapt_texts(pair, description["options"])
+        return _with_options(pair, description["options"])
     return load(description["name"], tuple(description["kinds"]), **description["options"])
+
+
+def _with_options(pair: Pair, options: Mapping[str, Any]) -> Pair:
+    """Returns the pair with the options of a saved model."""
+    own = {key: options[key] for key in (*SIZES, PATCH_DROPOUT) if key in options}
+    return adapt_texts(replace(pair, options={**pair.options, **own}), options)
 
 
 def list_bases(spec: str, place: Path) -> dict[str, str]:

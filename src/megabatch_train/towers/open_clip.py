@@ -8,7 +8,7 @@ import math
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megabatch import extras, file_io
 from megabatch.integrations.open_clip import CausalTexts
 from megabatch_train.data.images import RandomCrop, TrainingImages, to_pillow
 from megabatch_train.towers import huggingface
+from megabatch_train.towers.tokens import AS_STORED, TokenSizes, check_image_size, take_dropout, tokens_of_open_clip
 from megabatch_train.towers.tower import Pair, Tower, allows_remote_code, explain_remote_code, sample_inputs
 
 LOG = logging.getLogger("megabatch")
@@ -74,6 +75,12 @@ class ModelConfig:
         """Raises if the config of the transformers text tower names kernels, which transformers would download and run."""
         if name := self.model["text_cfg"].get("hf_model_name"):
             huggingface.check_kernels(name)
+
+    def resize(self, sizes: TokenSizes) -> "ModelConfig":
+        """Returns the config with other sizes of images and texts."""
+        changes = {"vision_cfg": ("image_size", sizes.image_size), "text_cfg": ("context_length", sizes.context_length)}
+        parts = {part: {**self.model[part], key: size} for part, (key, size) in changes.items() if size is not None}
+        return ModelConfig({**self.model, **parts}, self.images)
 
     def to_json(self, indent: int | None = 2) -> str:
         """Returns the text of an `open_clip_config.json`."""
@@ -186,14 +193,19 @@ class Sides(nn.Module):
         super().__init__()
         self.model = model
         self.causal = CausalTexts.of(model)
+        self.tokens = tokens_of_open_clip(model)
 
-    def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Tensor:  # (n, …) -> (n, D)
-        """Returns embeddings of images or of texts."""
+    def forward(  # (n, …) -> (n, D)
+        self, image: Tensor | None = None, text: Tensor | None = None, kept_patches: Tensor | None = None
+    ) -> Tensor:
+        """Returns embeddings of images or of texts. `kept_patches` are the numbers of the patches of each image to keep."""
         model: Any = self.model
         if (image is None) == (text is None):
             raise ValueError("image or text must be given, and not both")
         if text is None:
-            features = model.encode_image(image)
+            assert image is not None, "one of them is given"
+            with nullcontext() if self.tokens is None else self.tokens.use(image, kept_patches):
+                features = model.encode_image(image)
         elif self.causal is not None and text.shape[1] < model.context_length:
             features = self.causal.encode(text)
         else:
@@ -201,16 +213,17 @@ class Sides(nn.Module):
         return F.normalize(features, dim=-1)
 
 
-def load(name: str, config: str | None = None) -> Pair:
+def load(name: str, config: str | None = None, sizes: TokenSizes = AS_STORED) -> Pair:
     """Loads the towers of a model. "NAME@WEIGHTS" loads pretrained weights.
 
     Args:
         name: an architecture or a config file, optionally with weights.
         config: the contents of the config file (default: the file is read).
+        sizes: sizes of images and texts that replace the sizes of the architecture.
 
     Returns:
-        The pair. If a run of megabatch saved the weights, the options of the pair are the prompts of that run. They are not
-        applied yet.
+        The pair. Its options contain the prompts of the run of megabatch that saved the weights, which are not applied yet, and
+        the patch dropout of the config.
     """
     chosen, weights = split_name(name)
     architecture, parsed = find_architecture(chosen, config)
@@ -221,9 +234,14 @@ def load(name: str, config: str | None = None) -> Pair:
     try:
         with explain_remote_code(chosen):
             loaded = open_clip.create_model_and_transforms(
-                architecture, pretrained=weights or None, **{f"image_{key}": value for key, value in parsed.images.items()}
+                architecture,
+                pretrained=weights or None,
+                force_image_size=sizes.image_size,
+                force_context_length=sizes.context_length,
+                **{f"image_{key}": value for key, value in parsed.images.items()},
             )
-            tokenizer = open_clip.get_tokenizer(architecture, **_tokenizer_options(parsed))
+            length = {} if sizes.context_length is None else {"context_length": sizes.context_length}
+            tokenizer = open_clip.get_tokenizer(architecture, **length, **_tokenizer_options(parsed))
     except (OSError, RuntimeError) as error:
         if not weights:
             raise
@@ -231,15 +249,31 @@ def load(name: str, config: str | None = None) -> Pair:
             f"the weights {weights} of {chosen} could not be loaded; the first use downloads them, later uses read the local "
             f"cache. {str(error).splitlines()[0]}"
         ) from error
-    return _pair(name, loaded, tokenizer, parsed, _prompts_of(weights))
+    pair = _pair(name, loaded, tokenizer, parsed.resize(sizes), _prompts_of(weights))
+    _check_sizes(pair, sizes)
+    return pair
 
 
-def load_folder(name: str, folder: Path) -> Pair:
+def _check_sizes(pair: Pair, sizes: TokenSizes) -> None:
+    """Raises an error if the towers cannot encode images or texts of these sizes."""
+    if sizes.image_size is not None:
+        check_image_size(sizes.image_size, pair.first.tokens)
+    model: Any = pair.first.module
+    most = getattr(getattr(getattr(model.model, "text", None), "config", None), "max_position_embeddings", None)
+    if sizes.context_length is not None and most is not None and sizes.context_length > most:
+        raise ValueError(
+            f"model_options.context_length must be at most {most} for {pair.name!r}, whose text tower is a transformers model, "
+            f"got {sizes.context_length}"
+        )
+
+
+def load_folder(name: str, folder: Path, sizes: TokenSizes = AS_STORED) -> Pair:
     """Builds the towers of a model that is saved in open_clip's format. The caller loads the weights.
 
     Args:
         name: name of the pair.
         folder: folder with an `open_clip_config.json`, and with the files of a transformers tokenizer if the model has one.
+        sizes: the sizes in the options of the model. For image towers of timm, open_clip does not read them from the config.
     """
     open_clip, path = package(), folder / CONFIG
     if not path.is_file():
@@ -247,7 +281,9 @@ def load_folder(name: str, folder: Path) -> Pair:
     config = ModelConfig.parse(path.read_text("utf-8"), str(path))
     config.check_text_model()
     with explain_remote_code(str(folder)), quiet():
-        loaded = open_clip.create_model_and_transforms(f"local-dir:{folder}", load_weights=False, pretrained_text=False)
+        loaded = open_clip.create_model_and_transforms(
+            f"local-dir:{folder}", load_weights=False, pretrained_text=False, force_image_size=sizes.image_size
+        )
         tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}", **_tokenizer_options(config))
     return _pair(name, loaded, tokenizer, config, {})
 
@@ -284,6 +320,8 @@ def _prompts_of(weights: str) -> dict[str, str]:
 
 def _pair(name: str, loaded: tuple[Any, Any, Any], tokenizer: Any, config: ModelConfig, options: Mapping[str, Any]) -> Pair:
     model, _, evaluation = loaded
+    if dropout := take_dropout(model.visual):
+        options = {"patch_dropout": dropout, **options}
     bias = getattr(model, "logit_bias", None)
     for parameter in (model.logit_scale, bias):
         if parameter is not None:
@@ -298,6 +336,7 @@ def _pair(name: str, loaded: tuple[Any, Any, Any], tokenizer: Any, config: Model
             images.collate,
             Description(config, model.visual).write,
             training_images=images.make_training(),
+            tokens=module.tokens,
         ),
         Tower(module, "text", texts.prepare, texts.collate, texts.write, lengths),
         logit_scale=model.logit_scale.detach().exp().item(),
@@ -335,7 +374,7 @@ class _OpenClipImages:
 
     def __init__(self, visual: Any, evaluation: Any) -> None:
         size = visual.image_size
-        self._size: tuple[int, int] = (size, size) if isinstance(size, int) else tuple(size)
+        self.size: tuple[int, int] = (size, size) if isinstance(size, int) else tuple(size)
         constants = package()
         self._mean = tuple(getattr(visual, "image_mean", None) or constants.OPENAI_DATASET_MEAN)
         self._deviation = tuple(getattr(visual, "image_std", None) or constants.OPENAI_DATASET_STD)
@@ -343,7 +382,7 @@ class _OpenClipImages:
 
     def make_training(self) -> TrainingImages:
         """Returns the random crops for training."""
-        return TrainingImages(RandomCrop(self._size), self._mean, self._deviation, "image")
+        return TrainingImages(RandomCrop(self.size), self._mean, self._deviation, "image")
 
     def prepare(self, image: Tensor, generator: torch.Generator | None) -> Tensor:  # (3, S, S)
         """Returns the pixels of one image for evaluation."""

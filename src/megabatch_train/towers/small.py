@@ -27,7 +27,7 @@ INITIAL_SCALE = 10.0  # training is faster than with CLIP's 1 / 0.07, and much f
 
 @dataclass(frozen=True)
 class SmallConfig:
-    """Sizes of both towers."""
+    """TokenSizes of both towers."""
 
     width: int = 256  # embedding dimension
     image_size: int = 32  # side length in pixels

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from megabatch.world import World
 from megabatch_train.data.dataset import IMAGE
 from megabatch_train.data.images import TrainingImages
 from megabatch_train.machine import ran_out_of_memory
+from megabatch_train.towers.tokens import ImageTokens
 
 LOG = logging.getLogger("megabatch")
 
@@ -100,6 +101,21 @@ class Tower:
     # Returns the number of used tokens of each sample of collated inputs. Inputs can be trimmed after the longest sample.
     lengths: Callable[[Any], Tensor | None] | None = None
     training_images: TrainingImages | None = None  # replaces `prepare` and `collate` for training images
+    tokens: ImageTokens | None = None  # patches of images, if the module has the argument `kept_patches`
+
+    def resize(self, side: int) -> "Tower":
+        """Returns the tower with training images of another size. A tower without training images does not change."""
+        if self.training_images is None:
+            return self
+        crop = replace(self.training_images.crop, size=(side, side))
+        return replace(self, training_images=replace(self.training_images, crop=crop))
+
+    @property
+    def patches(self) -> int:
+        """The number of patches of a training image; 0 if the patches cannot be dropped."""
+        if self.tokens is None:
+            return 0
+        return self.tokens.count(self.tokens.size if self.training_images is None else self.training_images.crop.size)
 
 
 @dataclass(frozen=True)

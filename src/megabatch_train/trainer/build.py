@@ -2,7 +2,8 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.metadata import version
@@ -30,6 +31,7 @@ from megabatch_train.towers.tower import (
     Pair,
     Tower,
     compile_towers,
+    layers,
     use_evaluation_mode,
     without_compiler,
 )
@@ -233,32 +235,82 @@ def gather_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizers and their parameter groups.
 
-MOMENTS = {"adamw": 2.0, "lion": 1.0, "adafactor": 0.5}  # approximate bytes of optimizer state per byte of a parameter
+MOMENTS = {"adamw": 2.0, "muon": 1.25, "lion": 1.0, "adafactor": 0.5}  # approximate bytes of state per byte of a parameter
+MUON = "muon"
+MUON_MOMENTUM = 0.95  # as in the reference implementation of Muon
+# Names of parameters before the repeated layers of a tower. Other parameters outside of these layers come after them.
+_STEM = re.compile(r"emb|stem|patch|ln_pre|norm_pre|pre_layrnorm|(cls|reg)_token|(^|\.)(conv|bn)\d")
 SHORTEST_FACTORED = 32  # AdaFactor stores the full second moment of a matrix with a dimension shorter than this
 OLDEST_TIMM = (1, 0, 29)  # older versions average AdaFactor's second moment over the wrong dimension of some matrices
+RATE_SCALE = "lr_scale"  # option of a parameter group: factor of the learning rate
+_HIDDEN, _DECAYED, _EXEMPT = range(3)  # matrices for Muon, other parameters with weight decay, parameters without it
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, _NormBase)
 
 
-def parameter_groups(towers: Iterable[nn.Module], loss: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns three parameter groups: matrices with weight decay, norms and biases without it, and the loss without it.
+def parameter_groups(
+    towers: Sequence[nn.Module],
+    loss: nn.Module,
+    weight_decay: float,
+    *,
+    muon: bool = False,
+    scales: Sequence[Mapping[str, float]] | None = None,
+) -> list[dict[str, Any]]:
+    """Returns parameter groups: matrices with weight decay, norms and biases without it, and the loss without it.
 
     The parameters of the loss are a separate group, because FSDP2 does not shard them.
+
+    Args:
+        towers: the modules of the towers.
+        loss: the loss.
+        weight_decay: the weight decay of matrices.
+        muon: whether matrices of the repeated layers are separate groups. The other groups then have `use_fallback`.
+        scales: factors of the learning rate by the names of the parameters, for each tower (`layer_scales`).
     """
-    with_decay: dict[int, nn.Parameter] = {}
-    without_decay: dict[int, nn.Parameter] = {}
-    for tower in towers:
-        for module in tower.modules():
+    found: dict[int, tuple[int, float, nn.Parameter]] = {}  # kind, factor and parameter by the id of the parameter
+    for number, tower in enumerate(towers):
+        repeated = {id(parameter) for layer in layers(tower) for parameter in layer.parameters()}
+        for path, module in tower.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 is_exempt = parameter.dim() < 2 or name.endswith("bias") or isinstance(module, _NORMS)
+                is_hidden = muon and id(parameter) in repeated and not isinstance(module, nn.Embedding)
+                kind = _EXEMPT if is_exempt else _HIDDEN if is_hidden else _DECAYED
+                scale = 1.0 if scales is None else scales[number].get(f"{path}.{name}" if path else name, 1.0)
                 if parameter.requires_grad:
-                    (without_decay if is_exempt else with_decay)[id(parameter)] = parameter
-    loss_parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": list(with_decay.values()), "weight_decay": weight_decay},
-        {"params": list(without_decay.values()), "weight_decay": 0.0},
-        {"params": loss_parameters, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+                    found[id(parameter)] = kind, scale, parameter
+    groups = []
+    for kind, scale in sorted({(kind, scale) for kind, scale, _ in found.values()}):
+        chosen = [parameter for own_kind, own_scale, parameter in found.values() if (own_kind, own_scale) == (kind, scale)]
+        group: dict[str, Any] = {"params": chosen, "weight_decay": 0.0 if kind == _EXEMPT else weight_decay}
+        groups.append(group | ({"use_fallback": kind != _HIDDEN} if muon else {}) | ({} if scale == 1 else {RATE_SCALE: scale}))
+    if loss_parameters := [parameter for parameter in loss.parameters() if parameter.requires_grad]:
+        groups.append({"params": loss_parameters, "weight_decay": 0.0} | ({"use_fallback": True} if muon else {}))
+    return groups
+
+
+def layer_scales(module: nn.Module, used: Sequence[set[int]], decay: float) -> dict[str, float]:
+    """Returns the factor of the learning rate of each parameter by its name: `decay` to the power of the layers after it.
+
+    Parameters after the last repeated layer have the factor 1. Parameters before the first layer have the smallest factor.
+
+    Args:
+        module: the module of a tower, before it is wrapped or sharded.
+        used: for each side that the module encodes, the ids of the parameters that the side uses.
+        decay: the factor from a layer to the layer before it.
+    """
+    blocks = layers(module)
+    if blocks == [module]:
+        raise ValueError(
+            f"optimizer.layer_decay must be 1 for a tower without repeated layers ({type(module).__name__}), got {decay}"
+        )
+    scales: dict[str, float] = {}
+    for ids in used:
+        own = [layer for layer in blocks if any(id(parameter) in ids for parameter in layer.parameters())]
+        levels = {id(parameter): level for level, layer in enumerate(own, 1) for parameter in layer.parameters()}
+        for name, parameter in module.named_parameters():
+            if id(parameter) in ids:
+                level = levels.get(id(parameter), 0 if _STEM.search(name) else len(own) + 1)
+                scales[name] = decay ** (len(own) + 1 - level)
+    return scales
 
 
 def build_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -266,6 +318,8 @@ def build_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> to
     rate = scale_rate(config, config.reference_batch)
     if config.name == "adafactor":
         return _build_adafactor(groups, rate, config.betas[0])
+    if config.name == MUON:
+        return _build_muon(groups, rate, config)
     if config.name == "lion":
         return _load_timm("Lion").Lion(groups, lr=rate, betas=config.betas)  # type: ignore[no-any-return]
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
@@ -273,6 +327,17 @@ def build_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> to
     # default implementation takes 50 ms.
     fused = devices in ({"cuda"}, {"cpu"})
     return torch.optim.AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, fused=fused or None)
+
+
+def _build_muon(groups: list[dict[str, Any]], rate: float, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Returns Muon for hidden matrices, and AdamW for all other parameters.
+
+    The updates of matrices are scaled to the size of AdamW's updates (arXiv 2502.16982), so both use the same learning rate.
+    """
+    options = {"lr": rate, "momentum": MUON_MOMENTUM, "betas": config.betas, "adjust_lr_fn": "match_rms_adamw"}
+    fallback = {"nesterov": False, "eps": config.eps}  # of AdamW; with `nesterov` it would be NAdamW
+    own = [group | (fallback if group.get("use_fallback", True) else {"nesterov": True}) for group in groups]
+    return _load_timm("Muon").Muon(own, **options)  # type: ignore[no-any-return]
 
 
 def _build_adafactor(groups: list[dict[str, Any]], rate: float, momentum: float) -> torch.optim.Optimizer:
@@ -449,7 +514,7 @@ class Trained:
     average: Average | None  # exponential moving average of the weights, if config.ema is set
     scaler: torch.amp.GradScaler | None  # for fp16
     compiled: bool
-    utilization: Utilization
+    utilizations: list[Utilization]  # one for each function in the argument `samples` of `build`
 
     def use_average(self) -> AbstractContextManager[None]:
         """Returns a context in which the modules have the averaged weights, if there are any."""
@@ -462,35 +527,50 @@ class Trained:
         return dataclasses.replace(self.pair, logit_scale=numbers["scale"], logit_bias=bias)
 
 
-def build(config: TrainConfig, pair: Pair, samples: Callable[[int, int], Any], encoded: Sequence[int], world: World) -> Trained:
+def build(
+    config: TrainConfig, pair: Pair, samples: Sequence[Callable[[int, int], Any]], encoded: Sequence[int], world: World
+) -> Trained:
     """Moves the towers to the device, freezes, compiles and wraps them, and builds the loss and the optimizer.
 
     Args:
         config: the settings of the run.
         pair: the towers, which are changed in place.
-        samples: a function that takes a side and a number, and returns the inputs of that many samples.
+        samples: for each stage of the run, a function that takes a side and a number, and returns the inputs of that many
+            samples.
         encoded: the sides that are encoded in each step.
         world: the ranks.
     """
     if pair.lora is not None:
         store_frozen(pair.modules, AUTOCAST_TYPES.get(config.precision, torch.float32))
     modules = [module.to(world.device) for module in pair.modules]
-    few_samples = [samples(side, SAMPLES_SHOWN) for side in (0, 1)]
+    few_samples = [samples[0](side, SAMPLES_SHOWN) for side in (0, 1)]
     if config.freeze != "none":
         if world.rank == 0:
             warn_of_random_weights(pair, SIDES.index(config.freeze))
         with second_pass.preserve_generators([world.device]):
             freeze(pair, SIDES.index(config.freeze), few_samples)
-    read_samples = [partial(samples, side, SAMPLES_COUNTED) for side in encoded]
-    utilization = Utilization([pair.towers[side] for side in encoded], read_samples, config.precision, world)
+    utilizations = [
+        Utilization(
+            [pair.towers[side] for side in encoded],
+            [partial(read, side, SAMPLES_COUNTED) for side in encoded],
+            config.precision,
+            world,
+        )
+        for read in samples
+    ]
     compiled = config.compile == "on" and compile_towers(modules, world)
+    unique, decay, scales = unique_modules(modules), config.optimizer.layer_decay, None
     with second_pass.preserve_generators([world.device]), without_compiler(modules):
+        if decay != 1:
+            used = [_find_used(module, sample) for module, sample in zip(modules, few_samples, strict=True)]
+            scales = [layer_scales(own, [used[side] for side in (0, 1) if modules[side] is own], decay) for own in unique]
         wrapped = wrap(modules, few_samples, world, config.parallel, offload=config.memory.offload)
     dtype = torch.float64 if next(modules[0].parameters()).dtype == torch.float64 else torch.float32
     objective = Objective(config.loss, pair.logit_scale, pair.logit_bias, dtype).to(world.device)
-    groups = parameter_groups(unique_modules(modules), objective, config.optimizer.weight_decay)
+    muon = config.optimizer.name == MUON
+    groups = parameter_groups(unique, objective, config.optimizer.weight_decay, muon=muon, scales=scales)
     optimizer = build_optimizer(config.optimizer, groups)
-    by_name = dict(zip(SIDES, unique_modules(modules), strict=False)) | {"loss": objective}
+    by_name = dict(zip(SIDES, unique, strict=False)) | {"loss": objective}
     average = Average(by_name, config.ema) if config.ema else None
     scaler = grad_scaler(config.precision, world.device)
-    return Trained(pair, wrapped, by_name, objective, optimizer, average, scaler, compiled, utilization)
+    return Trained(pair, wrapped, by_name, objective, optimizer, average, scaler, compiled, utilizations)

@@ -22,6 +22,7 @@ from megabatch_train.towers.models import anchor as anchor_model
 from megabatch_train.towers.tower import LoraConfig
 
 WARMUP_FRACTION, WARMUP_STEPS = 0.1, 50  # default warm-up: the longer of the two, but at most half of the run
+WSD_DECAY = 0.2  # default fraction of the run for the decay of "wsd"
 SCRATCH_RATE = 5e-4  # highest learning rate of a model with random weights, as in CLIP and open_clip
 # Largest rise of the learning rate per warm-up step. Transformers with random weights collapse if the rate of Adam rises much
 # faster, probably because the first gradients point in one direction and Adam moves all weights of a matrix together
@@ -77,11 +78,12 @@ class LossConfig:
 class OptimizerConfig:
     """The optimizer and its settings."""
 
-    name: Literal["adamw", "adafactor", "lion"] = "adamw"  # optimizer; AdaFactor's state is a quarter as large as AdamW's
+    name: Literal["adamw", "muon", "adafactor", "lion"] = "adamw"  # Muon is for matrices of layers, AdaFactor saves memory
     lr: float | Literal["auto"] = "auto"  # highest learning rate; "auto" is 5e-6 times the warm-up steps, at most 5e-4
     scaling: Literal["none", "sqrt", "linear"] = "none"  # multiply `lr` by this function of batch_size / reference_batch
     reference_batch: int = 1024  # batch size for which `lr` is the rate. Ignored if `scaling` is "none"
     weight_decay: float = 0.2  # weight decay of matrices. Norms, biases and the loss have none
+    layer_decay: float = 1.0  # factor of the learning rate from a layer to the layer before it, such as 0.75
     betas: tuple[float, float] = (0.9, 0.98)  # decay rates of the averages. AdaFactor uses only the first
     eps: float = 1e-6  # epsilon of AdamW
     clip_norm: float = 0.0  # largest gradient norm; 0 for no clipping
@@ -94,6 +96,8 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.reference_batch must be at least 1, got {self.reference_batch}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas must be at least 0 and less than 1, got {self.betas}")
+        if not 0 < self.layer_decay <= 1:
+            raise ValueError(f"optimizer.layer_decay must be above 0 and at most 1, got {self.layer_decay}")
         for name in ("weight_decay", "clip_norm", "eps"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optimizer.{name} must be a finite number of at least 0, got {getattr(self, name)}")
@@ -101,12 +105,14 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate of each step: a linear warm-up, then a cosine or a constant."""
+    """The learning rate of each step: a linear warm-up, then a cosine, a constant, or a constant and a linear decay (WSD)."""
 
-    name: Literal["cosine", "constant"] = "cosine"  # learning rate after the warm-up
+    name: Literal["cosine", "constant", "wsd"] = "cosine"  # learning rate after the warm-up; "wsd" is warmup-stable-decay
     warmup_steps: int | None = None  # length of the warm-up in steps
     warmup_fraction: float | None = None  # length as a fraction of the run (default: 0.1, at least 50 steps or half the run)
-    end: float = 0.0  # last rate of the cosine, as a fraction of the highest rate
+    decay_fraction: float | None = None  # wsd: last fraction of the run, in which the rate falls linearly (default: 0.2)
+    end: float = 0.0  # last rate of cosine and wsd, as a fraction of the highest rate
+    unmask_fraction: float = 0.0  # last fraction of the run, whose steps keep all patches (model_options.patch_dropout)
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
@@ -119,8 +125,16 @@ class ScheduleConfig:
                 f"schedule.warmup_steps must be left out with schedule.warmup_fraction = {self.warmup_fraction}, "
                 f"got {self.warmup_steps}"
             )
-        if not 0 <= self.end <= 1:
-            raise ValueError(f"schedule.end must be from 0 to 1, got {self.end}")
+        if self.decay_fraction is not None and self.name != "wsd":
+            raise ValueError(
+                f'schedule.decay_fraction must be left out for schedules other than "wsd", got {self.decay_fraction} for '
+                f"{self.name!r}"
+            )
+        if self.decay_fraction is not None and not 0 <= self.decay_fraction <= 1:
+            raise ValueError(f"schedule.decay_fraction must be from 0 to 1, got {self.decay_fraction}")
+        for name in ("end", "unmask_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"schedule.{name} must be from 0 to 1, got {getattr(self, name)}")
 
     def warm_up(self, steps: int) -> int:
         """Returns the number of warm-up steps.
@@ -180,6 +194,31 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class StageConfig:
+    """A stage of a run, `[[stage]]` in a TOML file. Stages follow each other, and each has its own warm-up and schedule."""
+
+    steps: int = 0  # number of steps of the stage; 0 trains for its `epochs`
+    epochs: float = 0.0  # passes over the data in the stage
+    image_size: int | None = None  # side of the training images in pixels (default: the size of the model)
+    patch_dropout: float | None = None  # fraction of the patches that a step drops (default: model_options.patch_dropout)
+    batch_size: int | None = None  # pairs in a step (default: batch_size)
+    lr: float | Literal["auto"] | None = None  # highest learning rate (default: optimizer.lr)
+
+    def __post_init__(self) -> None:
+        """Checks the numbers. The model determines which image sizes and fractions are possible."""
+        if self.steps < 0 or not 0 <= self.epochs < math.inf or bool(self.steps) == bool(self.epochs):
+            raise ValueError(
+                f"stage.steps or stage.epochs must be more than 0, and not both, got {self.steps} and {self.epochs:g}"
+            )
+        if self.image_size is not None and self.image_size < 1:
+            raise ValueError(f"stage.image_size must be at least 1, got {self.image_size}")
+        if self.batch_size is not None and self.batch_size < 2:
+            raise ValueError(f"stage.batch_size must be at least 2, got {self.batch_size}")
+        if self.lr is not None and self.lr != "auto" and not 0 < self.lr < math.inf:
+            raise ValueError(f'stage.lr must be "auto" or a finite number above 0, got {self.lr}')
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """A training run."""
 
@@ -205,7 +244,8 @@ class TrainConfig:
     keep_frozen: bool = True  # encode the frozen side once, without augmentation, and store its embeddings
     data_options: dict[str, Any] = field(default_factory=dict)  # options of the training data, such as columns of a table
     validation_options: dict[str, Any] = field(default_factory=dict)  # options of the evaluation data, such as columns
-    model_options: dict[str, Any] = field(default_factory=dict)  # prompts, pooling and max_length of texts; sizes of "small"
+    model_options: dict[str, Any] = field(default_factory=dict)  # patch_dropout, image_size, context_length, options of texts
+    stage: tuple[StageConfig, ...] = ()  # stages of the run, which replace `steps` and `epochs`: [[stage]] in a TOML file
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -224,6 +264,13 @@ class TrainConfig:
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
                 raise ValueError(f'{name} must be at least {least}, or "auto", got {value}')
+        if self.stage and self.steps:
+            raise ValueError(f"steps must be 0 for a run with stages, which have their own numbers of steps, got {self.steps}")
+        if self.stage and self.schedule.unmask_fraction:
+            raise ValueError(
+                "schedule.unmask_fraction must be 0 for a run with stages, whose last stage can have patch_dropout = 0, got "
+                f"{self.schedule.unmask_fraction}"
+            )
         if self.lora.rank and self.freeze != "none":
             raise ValueError(
                 f'freeze must be "none" with lora.rank, got {self.freeze!r}: all weights beside the adapters are frozen'
@@ -272,13 +319,17 @@ def highest_rate(config: OptimizerConfig, schedule: ScheduleConfig, batch_size: 
 def learning_rate(config: ScheduleConfig, highest: float, step: int, steps: int) -> float:
     """Returns the learning rate of step `step` of `steps`. Steps are counted from 0.
 
-    In a warm-up of n steps, step i has (i + 1) / n of the highest rate.
+    In a warm-up of n steps, step i has (i + 1) / n of the highest rate. After a linear decay, a step would have the last rate.
     """
     warm_up = config.warm_up(steps)
     if step < warm_up:
         return highest * (step + 1) / warm_up
     if config.name == "constant":
         return highest
+    if config.name == "wsd":
+        decay = WSD_DECAY if config.decay_fraction is None else config.decay_fraction
+        length = min(round(decay * steps), steps - warm_up)
+        return highest * (1 - (1 - config.end) * max(0, step - (steps - length)) / max(1, length))
     position = (step - warm_up) / max(1, steps - warm_up)
     return highest * (config.end + (1 - config.end) * 0.5 * (1 + math.cos(math.pi * position)))
 
@@ -304,6 +355,7 @@ def reader_count(config: TrainConfig, world: World) -> int:
 # and their order.
 FIXED = (
     "batch_size",
+    "stage",
     "seed",
     "data",
     "data_options",
@@ -316,13 +368,14 @@ FIXED = (
     "keep_frozen",
     "loss",
     "optimizer.name",
+    "optimizer.layer_decay",
     "ema",
 )
 # Settings that a resumed run may change.
 FREE = (
     "epochs",
     "steps",
-    "optimizer",  # except its name
+    "optimizer",  # except its name and layer_decay
     "schedule",
     "chunk_size",
     "memory",
@@ -346,6 +399,8 @@ MEANINGS = {
         for key in settings.keys(TrainConfig)
         if "." in key and not key.endswith((".name", ".every"))
     },
+    **dict.fromkeys(("patch_dropout", "image_size", "context_length"), "model_options"),
+    **dict.fromkeys(("stages",), "stage"),
     **dict.fromkeys(("learning_rate", "rate", "max_lr", "base_lr"), "optimizer.lr"),
     **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
     **dict.fromkeys(("grad_clip", "grad_clip_norm", "gradient_clip", "max_grad_norm", "clip"), "optimizer.clip_norm"),
@@ -363,6 +418,8 @@ MEANINGS = {
     **dict.fromkeys(("micro_batch_size", "minibatch", "accum_freq"), "chunk_size"),
     **dict.fromkeys(("distributed", "strategy"), "parallel"),
     **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule.name"),
+    **dict.fromkeys(("layerwise_decay", "layer_wise_decay", "llrd", "lr_decay"), "optimizer.layer_decay"),
+    **dict.fromkeys(("cooldown", "cooldown_fraction"), "schedule.decay_fraction"),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "memory.checkpointing"),
     **dict.fromkeys(("cpu_offload", "offload_params"), "memory.offload"),
     **dict.fromkeys(("lora_rank", "lora_r"), "lora.rank"),

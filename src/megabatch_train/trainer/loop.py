@@ -29,11 +29,12 @@ from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import evaluate
 from megabatch_train.machine import describe_device, peak_bytes
 from megabatch_train.names import format_row, sanitize
+from megabatch_train.towers.tokens import drop_patches
 from megabatch_train.towers.tower import SIDES, Pair, compiler_settings, warm_up, without_compiler
 from megabatch_train.trainer import run
-from megabatch_train.trainer.build import allow_tf32, autocast, build, gather_parameters
+from megabatch_train.trainer.build import Utilization, allow_tf32, autocast, build, gather_parameters
 from megabatch_train.trainer.checkpoints import CheckpointError
-from megabatch_train.trainer.config import CONTRASTS, LossConfig, TrainConfig, highest_rate, learning_rate, reader_count
+from megabatch_train.trainer.config import CONTRASTS, LossConfig, TrainConfig, reader_count
 from megabatch_train.trainer.health import (
     Health,
     MissingNegatives,
@@ -46,6 +47,7 @@ from megabatch_train.trainer.health import (
 )
 from megabatch_train.trainer.loss import LossInputs, StoredEmbeddings
 from megabatch_train.trainer.run import FROZEN, TEACHER, Observer, Observers, Run, load_newest
+from megabatch_train.trainer.stages import Stage, plan_stages
 from megabatch_train.trainer.step import Fit, NotFiniteError, Outcome, Step, StepInputs, choose_fit, repeat_inputs
 from megabatch_train.trainer.storage import Storage, check_best
 
@@ -177,8 +179,6 @@ class Trainer:
         self.config, self.pair, self.dataset = config.on(self.world.device), pair, dataset
         by_name = validation if isinstance(validation, Mapping) else {} if validation is None else {"": validation}
         self.validation = {name if number else "": data for number, (name, data) in enumerate(by_name.items())}
-        if config.batch_size < self.world.size:
-            raise ValueError(f"batch_size must be at least 1 for each of {self.world.size} ranks, got {config.batch_size}")
         for data in self.validation.values():
             if tuple(data.sides) != tuple(dataset.sides):
                 raise ValueError(
@@ -191,23 +191,31 @@ class Trainer:
         self._encoded = [side for side in (0, 1) if not config.keep_frozen or config.freeze != SIDES[side]]
         self._negatives = add_negatives(config.loss, dataset, self._encoded)
         groups = len(dataset) if dataset.groups is None else dataset.groups
-        self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
-        self.steps = config.total_steps(self.order.batches_per_epoch)
+        self.stages = plan_stages(config, lambda size: Order(groups, size, config.seed, self.world.rank, self.world.size), pair)
+        for stage in self.stages:
+            if stage.config.batch_size < self.world.size:
+                raise ValueError(
+                    f"batch_size must be at least 1 for each of {self.world.size} ranks, got {stage.config.batch_size}"
+                )
+        self.order = self.stages[0].order
+        self.steps = self.stages[-1].stop
         self.run = Run(folder, config, command, self.steps)
         self._observers = Observers(observers if self.world.rank == 0 else ())
-        self._unreadable = UnreadableSamples(dataset, self.order.batches_per_epoch * config.batch_size)
+        self._unreadable = UnreadableSamples(dataset, self.order.batches_per_epoch * self.order.batch_size)
         self._missing_negatives = MissingNegatives(self.steps)
-        self._rate = highest_rate(config.optimizer, config.schedule, config.batch_size, self.steps)
-        self._trained = build(self.config, pair, self._samples, self._encoded, self.world)
+        samples = [partial(self._samples, stage) for stage in self.stages]
+        self._trained = build(self.config, pair, samples, self._encoded, self.world)
         self.objective, self.optimizer, self.average = self._trained.objective, self._trained.optimizer, self._trained.average
         self._storage = Storage(self.run, self.config, self._trained, dataset, self._observers, self.world)
         self._fit: Fit | None = None
+        self._stored: dict[int, StoredEmbeddings] | None = None
+        self._resident: Resident | None = None
         self._losses: deque[float] = deque(maxlen=RECENT)
         self._health = Health(
-            batch_size=config.batch_size,
+            batch_size=min(stage.config.batch_size for stage in self.stages),
             max_scale=config.loss.max_scale,
-            warm_up=config.schedule.warm_up(self.steps),
-            highest_rate=self._rate,
+            warm_up=config.schedule.warm_up(self.stages[0].schedule[1]),
+            highest_rate=max(stage.rate for stage in self.stages),
         )
 
     @property
@@ -221,16 +229,22 @@ class Trainer:
         sizes = [f"{len(data):,}{f' of {name}' if name else ''}" for name, data in self.validation.items()]
         validation = f"{' and '.join(sizes) or 'none'} {'held out' if config.holdout else 'to evaluate on'}"
         columns = f" (columns {', '.join(self.dataset.columns.all)})" if isinstance(self.dataset, Table) else ""
-        decay = "constant" if schedule.name == "constant" else f"a cosine to {schedule.end * self._rate:.2g}"
+        rate = self.stages[0].rate
+        decays = {"constant": "constant", "cosine": "a cosine to {}", "wsd": "constant, then linear to {}"}
+        decay = decays[schedule.name].format(f"{schedule.end * rate:.2g}")
         size = "" if config.chunk_size == "auto" else f" in chunks of {config.chunk_size:,}"
-        return {
+        rows = {
             "model": f"{sanitize(config.model)}: {self.pair.describe_parameters()}",
             "data": f"{len(self.dataset):,} pairs of {sanitize(config.data)}{columns}, {validation}; an epoch has "
-            f"{batches * config.batch_size:,} samples in {batches:,} {'batch' if batches == 1 else 'batches'}",
+            f"{batches * self.order.batch_size:,} samples in {batches:,} {'batch' if batches == 1 else 'batches'}",
             "device": f"{describe_device(self.world)}, {config.precision}{', compiled' if self._trained.compiled else ''}",
+        }
+        if config.stage:
+            rows["loss"] = f"{config.loss.name}{size}"
+            return rows | {f"stage {number}": stage.describe() for number, stage in enumerate(self.stages, 1)}
+        return rows | {
             "batch": f"{config.batch_size:,} pairs{size}, loss {config.loss.name}",
-            "learning rate": f"up to {self._rate:.2g} after {schedule.warm_up(self.steps):,} of {self.steps:,} steps, then "
-            f"{decay}",
+            "learning rate": f"up to {rate:.2g} after {schedule.warm_up(self.steps):,} of {self.steps:,} steps, then {decay}",
         }
 
     def resume(self, checkpoint: Path | None = None) -> bool:
@@ -291,7 +305,9 @@ class Trainer:
             with record_signals(end_at_second=self.world.size == 1) as stop, self._open_readers() as workers, tf32, compiler:
                 checkpoint_error = None
                 try:
-                    self._train(self._make_step(workers), stop)
+                    for stage in self.stages:
+                        if self.step < stage.stop or stage is self.stages[-1]:
+                            self._train(stage, workers, stop)
                 except CheckpointError as error:
                     if not self._storage.weights_saved or stop.number:
                         raise
@@ -314,31 +330,38 @@ class Trainer:
             self._storage.log_best(result, self._recent_loss())
         return result
 
-    def _make_step(self, workers: int | Executor) -> Step:
+    def _make_step(self, stage: Stage, workers: int | Executor) -> Step:
         """Chooses chunk sizes, computes the embeddings of a teacher and a frozen side, and returns the training step."""
         if self.step == 0:
             self._seed(0)
-        modules = self.pair.modules
+        elif self.step == stage.first:
+            self._fit = None  # the chunk sizes of the previous stage
+        modules, samples = self.pair.modules, partial(self._samples, stage)
         dataset = self._load_resident(workers)  # before chunks and graphs, which share the remaining memory
         if self._fit is None:
-            share = -(-self.config.batch_size // self.world.size)
+            share = -(-stage.config.batch_size // self.world.size)
             with without_compiler(modules), autocast(self.config.precision, self.world.device):
-                self._fit = choose_fit(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
+                self._fit = choose_fit(self.config.memory, self.config.chunk_size, modules, samples, share, self.world)
             if self.config.chunk_size == "auto" and self.world.rank == 0:
                 by_tower = zip(self._fit.chunk_sizes, self.pair.towers, strict=True)
                 chunks = " and ".join(dict.fromkeys(f"{size:,} {tower.kind}s" for size, tower in by_tower))
                 LOG.info("%s", format_row("chunk size", chunks))
+        if self._stored is None:
+            self._stored = self._embed_once(workers, self._fit)
+        return Step(self.config, self._trained, dataset, self._stored, self.world, self._fit, stage, workers)
+
+    def _embed_once(self, workers: int | Executor, fit: Fit) -> dict[int, StoredEmbeddings]:
+        """Computes the embeddings of a teacher and of a frozen side. Returns the embeddings of the frozen side by its index."""
         loss, embeddings = self.config.loss, None
         if spec := loss.teacher or loss.guide:
-            folder, chunk_size = self.run.folder / TEACHER, min(self._fit.chunk_sizes)
+            folder, chunk_size = self.run.folder / TEACHER, min(fit.chunk_sizes)
             # A teacher is built with random weights first. This must not change the generators that `resume` has restored.
             with second_pass.preserve_generators([self.world.device]), autocast(self.config.precision, self.world.device):
                 embeddings, self.objective.teacher_scale = embed_by_teacher(
                     spec, self.dataset, folder, self.world, chunk_size=chunk_size, workers=workers
                 )
         self.objective.inputs_of = make_input_reader(loss, self.dataset, self._negatives, embeddings)
-        stored = self._embed_frozen_side(workers, self._fit)
-        return Step(self.config, self._trained, dataset, stored, self.world, self._fit, workers)
+        return self._embed_frozen_side(workers, fit)
 
     def _load_resident(self, workers: int | Executor) -> Dataset:
         """Returns the dataset that the steps read. Moves it to the device if `memory.resident` is set."""
@@ -349,12 +372,17 @@ class Trainer:
             raise ValueError(f"memory.resident must be 0 with hard negatives, got {share}")
         limit, device = share * free_memory(self.world.device), self.world.device
         options: dict[str, Any] = {"sides": self._encoded, "augment": self.config.augment, "workers": workers}
-        return Resident(self.dataset, self.pair.towers, device, limit=limit, **options)
+        if self._resident is None:
+            self._resident = Resident(self.dataset, self.pair.towers, device, limit=limit, **options)
+        return self._resident
 
-    def _compile(self, fit: Fit) -> None:
-        """Compiles the towers for the chunks of the training if compilation is on."""
+    def _compile(self, stage: Stage, fit: Fit) -> None:
+        """Compiles the towers for the chunks of the stage if compilation is on."""
         if self._trained.compiled and self.step < self.steps:
-            chunks = [repeat_inputs(self._samples(side, SAMPLES_REPEATED), size) for side, size in enumerate(fit.chunk_sizes)]
+            if self.step > self.run.first_step:
+                torch.compiler.reset()  # towers would be compiled for any size, because the previous stage had other sizes
+            samples = partial(self._samples, stage)
+            chunks = [repeat_inputs(samples(side, SAMPLES_REPEATED), size) for side, size in enumerate(fit.chunk_sizes)]
             with autocast(self.config.precision, self.world.device):
                 warm_up(self.pair.modules, chunks, self.world)
 
@@ -377,17 +405,18 @@ class Trainer:
             )
         return {side: embeddings}
 
-    def _train(self, step: Step, stop: StopSignal) -> None:
-        batches = map(step.prepare, self.order.batches(self.step, self.steps))
+    def _train(self, stage: Stage, workers: int | Executor, stop: StopSignal) -> None:
+        step = self._make_step(stage, workers)
+        batches = map(step.prepare, stage.batches(self.step))
         next_inputs = next(batches, None)
         try:
-            self._compile(step.fit)  # while workers read the first batch
+            self._compile(stage, step.fit)  # while workers read the first batch
             clock = Clock(self.world.device)
             with clock.activate():
                 while next_inputs is not None:
                     inputs, next_inputs = next_inputs, next(batches, None)  # workers read the next batch during this step
                     try:
-                        self._train_step(step, inputs, stop, clock)
+                        self._train_step(stage, step, inputs, stop, clock)
                     finally:
                         inputs.stop()
                     del inputs
@@ -401,11 +430,11 @@ class Trainer:
             if next_inputs is not None:
                 next_inputs.stop()
 
-    def _train_step(self, step: Step, inputs: StepInputs, stop: StopSignal, clock: Clock) -> None:
+    def _train_step(self, stage: Stage, step: Step, inputs: StepInputs, stop: StopSignal, clock: Clock) -> None:
         """Makes one step and records it. Then writes a checkpoint and evaluates the model if they are due."""
         start = time.perf_counter()
         batch = inputs.batch
-        rate = learning_rate(self.config.schedule, self._rate, batch.number, self.steps)
+        rate = stage.learning_rate(batch.number)
         try:
             with self.world.explain_errors(lambda: f"in step {batch.number + 1} of {self.steps}; {self.describe_saved()}"):
                 outcome = step(inputs, rate)
@@ -418,9 +447,9 @@ class Trainer:
         if self.average is not None:
             with phase("optimizer"):
                 self.average.update(self.step)
-        self._unreadable.check(self.step, self.config.batch_size, outcome.pairs, self.world)
+        self._unreadable.check(self.step, stage.config.batch_size, outcome.pairs, self.world)
         stop_number, is_overdue = map(int, self.world.max([stop.number, self._storage.is_overdue()]))
-        self._record(outcome, batch.epoch, rate, start, clock)
+        self._record(outcome, batch.epoch, rate, start, clock, self._trained.utilizations[self.stages.index(stage)])
         self._unreadable.log_new()
         failure = None
         if self.config.collapse == "stop":
@@ -439,7 +468,7 @@ class Trainer:
             with phase("evaluation"):  # the last evaluation follows after the loop
                 self._evaluate(step.workers)
 
-    def _record(self, outcome: Outcome, epoch: int, rate: float, start: float, clock: Clock) -> None:
+    def _record(self, outcome: Outcome, epoch: int, rate: float, start: float, clock: Clock, utilization: Utilization) -> None:
         numbers = self.objective.numbers()  # waits for the device
         seconds = time.perf_counter() - start
         self.run.pairs += outcome.pairs
@@ -453,7 +482,7 @@ class Trainer:
             "learning_rate": rate,
             "gradient_norm": outcome.gradient_norm,
             "pairs_per_second": outcome.pairs / seconds,
-            **self._trained.utilization.numbers(outcome.pairs, seconds),
+            **utilization.numbers(outcome.pairs, seconds),
             "memory_bytes": peak_bytes(self.world.device),
             "seconds": self.run.seconds,
             "phases": clock.lap(),
@@ -505,10 +534,11 @@ class Trainer:
         )
         return StoppedError(message, number)
 
-    def _samples(self, side: int, count: int) -> Any:
-        """Returns the inputs of the first samples of one side."""
-        indices = range(min(count, len(self.dataset)))
-        source = self.dataset.source(indices, side, self.pair.towers[side], augment=False)
+    def _samples(self, stage: Stage, side: int, count: int) -> Any:
+        """Returns the inputs of the first samples of one side, as the steps of the stage have them."""
+        indices, tower = range(min(count, len(self.dataset))), stage.towers(self.pair)[side]
+        source = self.dataset.source(indices, side, tower, augment=tower is not self.pair.towers[side])
+        source = drop_patches(source, tower.patches, stage.patch_dropout, indices, seed=0, epoch=0, side=side)
         return next(iter(source.chunks([(0, len(indices))], None)))
 
     def _seed(self, step: int) -> None:

@@ -23,11 +23,13 @@ from megabatch.world import World, available_memory, free_memory, is_sharded, lo
 from megabatch_train.data.dataset import IMAGE, Dataset
 from megabatch_train.data.loader import Batch
 from megabatch_train.machine import ran_out_of_memory
+from megabatch_train.towers.tokens import drop_patches
 from megabatch_train.towers.tower import forward_backward, set_checkpointing, use_evaluation_mode
-from megabatch_train.trainer.build import Trained, autocast
+from megabatch_train.trainer.build import RATE_SCALE, Trained, autocast
 from megabatch_train.trainer.config import MemoryConfig, TrainConfig
 from megabatch_train.trainer.health import PairStatistics, average_statistics
 from megabatch_train.trainer.loss import ReadablePairs, StoredEmbeddings
+from megabatch_train.trainer.stages import Stage
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Memory of a step: the chunk size of each tower, activation checkpointing, and the memory budget for kept graphs.
@@ -339,6 +341,7 @@ class Step:
         stored: the embeddings of a frozen side, by the index of the side.
         world: the ranks.
         fit: the chunk sizes and the memory for graphs. They are halved if memory runs out.
+        stage: the stage of the run, which determines the image size and the patch dropout.
         workers: the data-loader workers, as in `ReplaySource`.
     """
 
@@ -348,10 +351,12 @@ class Step:
     stored: dict[int, StoredEmbeddings]
     world: World
     fit: Fit
+    stage: Stage
     workers: int | Executor = 0
 
     def __post_init__(self) -> None:
         """Collects the running statistics, and computes the host memory for the samples of a side."""
+        self._towers = self.stage.towers(self.trained.pair)
         statistics = [second_pass.running_statistics(tower.module) for tower in self.trained.pair.towers]
         self._statistics = list({id(value): value for side in statistics for value in side.values()}.values())
         self._sides = [side for side in (0, 1) if side not in self.stored]
@@ -365,7 +370,7 @@ class Step:
             source = self.dataset.source(
                 batch.indices.tolist(),
                 side,
-                self.trained.pair.towers[side],
+                self._towers[side],
                 seed=self.config.seed,
                 epoch=batch.epoch,
                 augment=self.config.augment,
@@ -386,7 +391,7 @@ class Step:
         """Makes one step with this rank's part of a batch."""
         batch = inputs.batch
         for group in self.trained.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get(RATE_SCALE, 1.0)
         sources = [self._source(inputs, side) for side in self._sides]
         outcome = self._retry(lambda: self._backward(batch, sources))
         if outcome.is_skipped:
@@ -400,7 +405,9 @@ class Step:
 
     def _source(self, inputs: StepInputs, side: int) -> Source:
         if side not in inputs.tokens:
-            return inputs.sources[side]
+            batch, patches, seed = inputs.batch, self._towers[side].patches, self.config.seed
+            of_sample = {"seed": seed, "epoch": batch.epoch, "side": side}
+            return drop_patches(inputs.sources[side], patches, self.stage.patch_dropout, batch.indices.tolist(), **of_sample)
         with phase(DATA):
             return inputs.tokens[side]()
 
