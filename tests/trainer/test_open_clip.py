@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import pictures
 from megabatch_train import cli, towers
 from megabatch_train.commands import train
 from megabatch_train.evaluation import results
@@ -27,6 +28,35 @@ def photos(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "_list_observers", lambda args: [MetricsFile()])
     return tmp_path
+
+
+def test_two_stages_with_fewer_tokens_train_evaluate_and_export(photos):
+    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
+    (photos / "model.json").write_text(json.dumps(pictures.OPEN_CLIP))
+    settings = """
+        data = "photos.jsonl"
+        model = "open_clip:model.json"
+        batch_size = 4
+        collapse = "warn"
+        model_options = { image_size = 32, context_length = 20, patch_dropout = 0.25 }
+        [[stage]]
+        steps = 2
+        image_size = 16
+        patch_dropout = 0.5
+        [[stage]]
+        epochs = 2
+        batch_size = 6
+    """
+    (photos / "run.toml").write_text(settings)
+    assert cli.main(["train", "--config", "run.toml", "--output", "run", "--no-report"]) == 0
+    assert [line["step"] for line in results.read(photos / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert cli.main(["train", "--resume", "run/checkpoints/step_00000003", "--output", "again", "--no-report"]) == 0
+    weights = [read_weights(Path(f"{run}/checkpoints/step_00000004"))[0] for run in ("run", "again")]
+    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+    assert cli.main(["eval", "run", "--data", "photos.jsonl"]) == 0
+    assert cli.main(["export", "run", "--to", "open_clip", "exported"]) == 0
+    exported = open_clip.create_model("local-dir:exported")
+    assert (exported.visual.image_size, exported.context_length) == ((32, 32), 20)
 
 
 @pytest.mark.parametrize("lock", ["none", "first"])

@@ -12,7 +12,7 @@ from helpers import PATIENCE
 from megabatch_train import settings
 from megabatch_train.settings import SettingsError
 from megabatch_train.towers import models, tokens, tower
-from megabatch_train.trainer.config import ScheduleConfig, StageConfig, TrainConfig, learning_rate, resolve
+from megabatch_train.trainer.config import ScheduleConfig, StageConfig, TrainConfig, differences, learning_rate, resolve
 
 DROPOUT = {"patch_dropout": 0.5}
 
@@ -297,6 +297,16 @@ def test_stages_stay_the_same_in_a_run(tmp_path, name):
     finished(tmp_path, name, {"stage": [{"steps": 1}]}, **CROPS)
     with pytest.raises(ValueError, match=r"stage was \[.*'steps': 1.*\] and is \[.*'steps': 2"):
         pictures.trainer(tmp_path, name, {"stage": [{"steps": 2}]}, **CROPS).resume()
+
+
+def test_settings_that_an_older_run_does_not_have_are_the_defaults():
+    now = settings.table(runs.config())
+    before = {key: value for key, value in now.items() if key != "stage"}
+    before["optimizer"] = {key: value for key, value in now["optimizer"].items() if key != "layer_decay"}
+    assert differences(before, now) == []
+    assert differences(before, settings.merge(now, {"optimizer": {"layer_decay": 0.5}})) == [
+        "optimizer.layer_decay was 1.0 and is 0.5"
+    ]
 
 
 def _write(path, text):

@@ -193,18 +193,9 @@ def load(name: str, lora: LoraConfig | None = None, sizes: TokenSizes = AS_STORE
     with _explain_missing_files(name):
         sentence_model = sentence_transformer.read(parts[-1])
         of_parts = [None] * (len(parts) - 1) + [sentence_model]
-        each = zip(parts, of_parts, split_sizes(sizes, len(parts)), strict=True)
+        each = zip(parts, of_parts, sizes.split(len(parts)), strict=True)
         encoders = [_download(part, lora, sentences, own) for part, sentences, own in each]
         return _apply_sentence_model(_pair(f"hf:{name}", encoders, lora), sentence_model)
-
-
-def split_sizes(sizes: TokenSizes, encoders: int) -> list[TokenSizes]:
-    """Returns the sizes of each encoder: images come before texts."""
-    if encoders == 2:
-        return [TokenSizes(image_size=sizes.image_size), TokenSizes(context_length=sizes.context_length)]
-    if sizes.image_size is not None:
-        raise ValueError(f"model_options.image_size must be left out for a model without images, got {sizes.image_size}")
-    return [sizes]
 
 
 def load_config(folder: str, lora: LoraConfig | None = None, sizes: TokenSizes = AS_STORED) -> Pair:
@@ -375,7 +366,7 @@ def load_folders(
         sizes: sizes of images and texts that replace the sizes in the folders.
     """
     with explain_remote_code(name):
-        each = zip(folders, split_sizes(sizes, len(folders)), strict=True)
+        each = zip(folders, sizes.split(len(folders)), strict=True)
         return _pair(name, [_build_from_config(folder, lora, layers, own) for folder, own in each], lora)
 
 

@@ -244,6 +244,14 @@ class TokenSizes:
                 raise ValueError(f"model_options.{name} must be a whole number of at least 1, got {value!r}")
         return cls(*(options.get(name) for name in cls.__dataclass_fields__))
 
+    def split(self, encoders: int) -> "list[TokenSizes]":
+        """Returns the sizes of each encoder of a transformers model. An encoder of images comes before an encoder of texts."""
+        if encoders == 2:
+            return [TokenSizes(image_size=self.image_size), TokenSizes(context_length=self.context_length)]
+        if self.image_size is not None:
+            raise ValueError(f"model_options.image_size must be left out for a model without images, got {self.image_size}")
+        return [self]
+
 
 AS_STORED = TokenSizes()
 

@@ -503,6 +503,7 @@ def anchor_paths(values: Mapping[str, Any], directory: str | None = None) -> set
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns the `FIXED` settings that have changed, each with both values. The arguments are tables (`settings.table`)."""
     found: list[str] = []
+    before = settings.merge(settings.table(TrainConfig()), before)  # an older version may have fewer settings
     for key in FIXED:
         _compare(key, _at(before, key), _at(now, key), found)
     return found
