@@ -1,4 +1,4 @@
-"""The kernel of the backward pass: it computes strips of gradient weights, which cuBLAS matmuls multiply into dx and dy."""
+"""The kernel of the gradients: it computes strips of gradient weights, which cuBLAS matmuls multiply into dx and dy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -218,7 +218,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class StripTask:
-    """The inputs that all strips of one backward pass share."""
+    """The inputs that all strips of one pass share."""
 
     operands: Operands
     block: Block
@@ -352,7 +352,7 @@ def logsumexp_gradients(
 
 
 def softmax_task(operands: Operands, block: Block, row: SideWeights, col: SideWeights) -> StripTask:
-    """Returns the task of the backward pass of a logsumexp."""
+    """Returns the task of the gradients of a logsumexp."""
     tile = strip_tile(block)
     return StripTask(operands, block, tile, SOFTMAX_KINDS, Weights.of_softmax(row, col, tile))
 

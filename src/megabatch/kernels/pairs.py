@@ -1,4 +1,4 @@
-"""Kernels of the fused path (`operators.fused`), which computes the loss of N pairs together with its gradients."""
+"""Kernels of the fused path (`operators.one_gpu`), which computes the loss of N pairs together with its gradients."""
 
 from typing import NamedTuple
 

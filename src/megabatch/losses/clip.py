@@ -124,8 +124,8 @@ def siglip_loss(
 
     The loss is never negative and can be differentiated once. Its dtype is float32, or float64 for float64 inputs. See
     `pairwise_logsumexp` for the precision.
-    If a gradient is needed, the forward pass computes it, and takes three quarters of the total time. With `reduction="none"`,
-    the backward pass computes the gradient.
+    If a gradient is needed, the forward pass computes it, in three quarters of the operations of two passes. With
+    `reduction="none"`, the backward pass computes the gradient.
 
     Examples:
         ```python

@@ -361,9 +361,9 @@ def _sum(matrix: Tensor) -> float:
 #
 # Forward has four launches. Two views of one batch need three, and a sigmoid loss or a softmax in one direction needs two.
 # Backward has one launch, which multiplies by the incoming gradient. In half precision and up to `plan.KERNEL_MATMUL_ROWS`
-# rows, the kernels compute the matmuls, except the logits of two views and of labels. In all other cases there are three cuBLAS
-# matmuls. The tiled paths need more launches, so small batches would be launch-bound on them. The logits fit the limit of a
-# workspace (`dispatch.Limits.dense_triton`).
+# rows, the kernels compute the matmuls, except the logits of two views and of losses in one direction. In all other cases there
+# are three cuBLAS matmuls. The tiled paths need more launches, so small batches would be launch-bound on them. The logits fit
+# the limit of a workspace (`dispatch.Limits.dense_triton`).
 #
 # Weights are multiplied in the precision of the inputs, as on the tiled paths, and matching pairs are added in float32.
 # Gradients are float32 until backward multiplies them by the incoming gradient.

@@ -30,7 +30,7 @@ from megabatch.tiles.sums import LogSum
 # The passes of an engine compute the row sums and the column sums of a rectangle in one pass, so rectangles above the diagonal
 # need no kernel for symmetric logits. In the backward pass, one recomputed rectangle of
 # g_ij = drow_i·exp(s_ij)/row_i + drow_j·exp(s_ij)/row_j gives both dz_i += Σ_j g_ij·z_j and dz_j += Σ_i g_ij·z_i. Both halves
-# of a square on the diagonal are computed. Its g is symmetric, so it needs only the first of the two matmuls. docs/kernels.md
+# of a square on the diagonal are computed. Its g is symmetric, so it needs only the first of the two matmuls. docs/method.md
 # counts the operations. `kernels.logsumexp` computes the same with less host work for each launch.
 
 Rectangle = tuple[slice, slice]  # rows and columns of a block
