@@ -57,6 +57,7 @@ def test_every_call_has_a_rule(kind):
 def test_a_group_excludes_rules_for_one_process(kind, engine):
     x = torch.zeros(64, 8)
     assert dispatch.choose_module(kind, x, engine, "a group", "mean") == "fused"
+    assert dispatch.choose_module(kind, x, engine, "a group", "sum") == ""  # each rank has a gradient of its own
     assert dispatch.choose_module(kind, x, engine, "", "none") == ""
     assert dispatch.choose_module(kind, x, engine, "", "sum", standard=False) == ""
     assert dispatch.choose_module(kind, x, engine, "", "sum") == "dense"

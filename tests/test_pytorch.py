@@ -295,3 +295,16 @@ def test_backward_may_run_twice_if_the_graph_is_kept(name):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
         torch.testing.assert_close(both[1], one, rtol=1e-6, atol=0)
         torch.testing.assert_close(3 * both[0], one, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", FUSED_LOSSES)
+def test_batches_of_gradients_and_second_derivatives_without_a_kept_graph(name):
+    x, y, scale, *_ = inputs()
+    with no_dense_path():
+        losses = [FUSED_LOSSES[name](x, y, scale) for _ in range(3)]
+    wanted = torch.autograd.grad(losses[0], x)[0]
+    both = torch.autograd.grad(losses[1], x, torch.tensor([1.0, 3.0]), is_grads_batched=True)[0]
+    torch.testing.assert_close(both, torch.stack((wanted, 3 * wanted)), rtol=1e-6, atol=0)
+    (gradient,) = torch.autograd.grad(losses[2], x, create_graph=True, retain_graph=False)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(gradient.square().sum() + x.square().sum(), x)

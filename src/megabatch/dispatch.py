@@ -207,10 +207,10 @@ def choose_module(
         engine: "eager" or "triton".
         group: the name of the process group; empty for one process.
         reduction: the reduction of the loss. With "none", a call takes two passes, because each row has its own upstream
-            gradient.
+            gradient. So does a sum over ranks, because each rank has its own upstream gradient.
         standard: False if the loss has label smoothing, biases, further negatives or a guide. Such a call takes two passes.
     """
-    if reduction == "none" or not standard:
+    if reduction == "none" or not standard or (group and reduction == "sum"):
         return ""
     if group or torch.compiler.is_compiling() or transforms_are_active() or isinstance(x, FakeTensor):
         return _module_anywhere(kind, engine)
@@ -252,7 +252,7 @@ def describe_rules() -> list[tuple[str, str, str, str, str]]:
     return [
         (
             rule.path,
-            ("all" if rule.kinds == KINDS else "; ".join(rule.kinds)) + ("" if rule.standard else ", with other options"),
+            ("all" if rule.kinds == KINDS else "; ".join(rule.kinds)) + ("" if rule.standard else ", with these options"),
             {EAGER: "PyTorch", TRITON: "Triton"}.get(rule.engine, "both") + (", CPU" if rule.cpu_only else ""),
             _describe_size(rule),
             "one process" if rule.plain else "anywhere",

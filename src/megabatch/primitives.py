@@ -27,10 +27,11 @@ from megabatch.tiles.block import (
     autocast_device,
     compute_precision,
     round_logits,
+    widen_float16,
 )
-from megabatch.tiles.sums import exact_softplus, finite_or_zero
+from megabatch.tiles.sums import exact_softplus, finite_or_zero, less_match
 
-__all__ = ["KEPT", "SEPARATE", "SKIPPED", "accumulator_dtype", "autocast_device", "exact_softplus", "finite_or_zero"]
+__all__ = ["KEPT", "SEPARATE", "SKIPPED", "accumulator_dtype", "autocast_device", "widen_float16"]
 
 
 def execution(
@@ -129,16 +130,6 @@ def number(value: float | Tensor, name: str, x: Tensor, *, shared: bool = False)
 def offsets(value: Tensor | None, x: Tensor) -> Tensor | None:
     """Casts one number for each row or column to the dtype of the logits. None stays None."""
     return None if value is None else value.to(accumulator_dtype(x.dtype))
-
-
-def widen_float16(x: Tensor) -> Tensor:
-    """Casts float16 embeddings that several operators use to float32. Other embeddings are returned unchanged.
-
-    The gradients of all operators are then added in float32 and rounded once. The largest float16 is 65,504, so a gradient that
-    is rounded before it is added may be infinite, and inf − inf is NaN. bfloat16 has the range of float32 and needs no cast.
-    `Execution` still has the precision of the original embeddings for the matmuls.
-    """
-    return x.float() if x.dtype == torch.float16 else x
 
 
 class LogSums(NamedTuple):
@@ -301,7 +292,7 @@ def sigmoid_loss(
     inputs = x, y, scale, bias.expand(x.shape[0])
     total, match = operators.apply(operators.softplus, *inputs, ids, ids_are_positives, True, *run)
     losses: Tensor = total + exact_softplus(-match)
-    return losses
+    return losses if reduction == "none" else losses.sum(dtype=torch.float64).to(losses.dtype)
 
 
 def soft_cross_entropy(
@@ -468,8 +459,7 @@ def cross_entropy(negatives: Tensor, match: Tensor, like: Tensor) -> Tensor:  # 
     The result is NaN where the match is +inf, as in a dense cross-entropy. Without this, the loss of such a pair would be 0, so
     a run whose matmuls overflow would seem to have a perfect loss.
     """
-    overflow = match.detach().clamp_min(0.0) * 0.0  # NaN where the match is +inf, elsewhere 0
-    return exact_softplus((negatives - match + overflow).to(accumulator_dtype(like.dtype)))
+    return exact_softplus(less_match(negatives, match, accumulator_dtype(like.dtype)))
 
 
 def reduce_losses(

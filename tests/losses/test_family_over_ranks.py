@@ -181,3 +181,38 @@ def test_nothing_goes_home_where_rows_are_all_that_is_asked_for(pool):
 
 def close(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=LIMIT, atol=LIMIT * (1 + wanted.abs().max().item()))
+
+
+FACTORS = {
+    "clip": lambda x, y, **o: mb.clip_loss(x, y, 3.0, **o),
+    "info_nce": lambda x, y, **o: mb.info_nce_loss(x, y, 3.0, **o),
+    "nt_xent": lambda x, y, **o: mb.nt_xent_loss(x, y, 3.0, **o),
+    "sup_con": lambda x, y, **o: mb.sup_con_loss(x, torch.arange(len(x)) // 2, 3.0, **o),
+    "siglip": lambda x, y, **o: mb.siglip_loss(x, y, 3.0, -2.0, **o),
+}
+
+
+def with_a_factor(group, rank, name, reduction):
+    x, y = (side[:6] if rank else side[6:] for side in aligned_pairs(10, 5, noise=1.0, seed=7))
+    x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
+    loss = FACTORS[name](x, y, reduction=reduction, group=group)
+    try:
+        (loss.sum() / len(x)).backward()
+    except ValueError as error:
+        return str(error)
+    return [side.grad for side in (x, y) if side.grad is not None]
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_each_rank_may_multiply_its_sum_by_another_factor(pool, name):
+    """Ranks have 4 and 6 pairs, and each divides its sum by the number of its own pairs."""
+    found, wanted = (pool.run(with_a_factor, 2, name, reduction) for reduction in ("sum", "none"))
+    for mine, expected in zip(found, wanted, strict=True):
+        for gradient, other in zip(mine, expected, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_mean_has_the_same_factor_on_all_ranks(pool, name):
+    for message in pool.run(with_a_factor, 2, name, "mean"):
+        assert "all ranks must multiply the mean of a loss by the same factor, got [0.25, 0.16" in message

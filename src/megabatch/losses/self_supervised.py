@@ -47,7 +47,8 @@ def nt_xent_loss(
         return F.cross_entropy(logits, torch.arange(len(z)).roll(len(z1)))
 
     The loss is never negative and can be differentiated once. Its dtype is float32, or float64 for float64 inputs. See
-    `pairwise_logsumexp` for the precision.
+    `pairwise_logsumexp` for the precision. If a gradient is needed, the forward pass computes it, except with
+    `reduction="none"`.
 
     Examples:
         ```python

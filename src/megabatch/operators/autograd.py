@@ -117,8 +117,8 @@ def loop_under_vmap(operator: CustomOpDef) -> None:
 
 
 TWICE = (
-    "megabatch's operations cannot be differentiated twice: gradients come from recomputed tiles, and no graph of them is "
-    "recorded. Call backward() or torch.autograd.grad() without create_graph=True, or torch.func.grad() once."
+    "megabatch's operations cannot be differentiated twice: no graph of their gradients is recorded. "
+    "Call backward() or torch.autograd.grad() without create_graph=True, or torch.func.grad() once."
 )
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int: "int", str: "str"}
 
@@ -203,10 +203,11 @@ def derivative(
         return *(gradient if need else None for gradient, need in zip(grads, needs, strict=True)), *nothing
 
     differentiable(operator, run, save)
-    differentiable(backward, _refuse)
+    differentiable(backward, refuse)
 
 
-def _refuse(ctx: Any, *gradients: Any) -> NoReturn:
+def refuse(ctx: Any, *gradients: Any) -> NoReturn:
+    """Refuses a second derivative."""
     raise RuntimeError(TWICE)
 
 
@@ -461,7 +462,7 @@ def finish(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Functions that compute their gradients in the forward pass (`dense`, `fused`). They are not operators, because the call of a
+# Functions that compute their gradients in the forward pass (`dense`, `one_gpu`). They are not operators, because the call of a
 # custom operator takes longer on the host than a small loss takes on the device.
 
 
@@ -483,6 +484,11 @@ def use_device_of(x: Tensor) -> AbstractContextManager[Any]:
     return contexts
 
 
+def is_batched(dloss: Tensor) -> bool:
+    """Returns whether `dloss` is a batch of gradients, as in `torch.autograd.grad(..., is_grads_batched=True)`."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(dloss) or torch._C._functorch.is_batchedtensor(dloss))
+
+
 def scale_gradients(
     inputs: Sequence[Tensor | None],  # x, y, scale, and optionally a bias
     needs: Sequence[bool],
@@ -493,6 +499,14 @@ def scale_gradients(
     scale_parts: int = 1,
 ) -> list[Tensor | None]:
     """Returns the gradients of all inputs that need one, multiplied by `dloss`, in one launch."""
+    x, y = inputs[:2]
+    assert x is not None
+    if is_batched(dloss):  # kernels cannot read it
+        if dx is not None and dy is None and y is not None:
+            dx, dy = dx[: len(x)], dx[len(x) :]
+        parts = (None, None) if numbers is None else (numbers[:scale_parts].sum(), numbers[scale_parts])
+        found = zip((dx, dy, *parts), inputs, needs, strict=False)
+        return [None if d is None or value is None or not need else (d * dloss).to(value.dtype) for d, value, need in found]
     from megabatch.kernels.launch import kinds
     from megabatch.kernels.operands import multiply
 
@@ -500,8 +514,7 @@ def scale_gradients(
         torch.empty_like(value, memory_format=torch.contiguous_format) if value is not None and need else None
         for value, need in zip(inputs, needs, strict=False)
     ]
-    x, x_count, y_count = inputs[0], *(0 if out is None else out.numel() for out in outs[:2])
-    assert x is not None
+    x_count, y_count = (0 if out is None else out.numel() for out in outs[:2])
     y_first = 0
     if dy is None and y_count > 0:
         dy, y_first = dx, x.numel()
@@ -522,4 +535,4 @@ class _RefuseSecondDerivative(torch.autograd.Function):
         gradients = inputs_and_gradients[len(inputs_and_gradients) // 2 :]
         return tuple(None if gradient is None else gradient.clone() for gradient in gradients)
 
-    backward = staticmethod(_refuse)
+    backward = staticmethod(refuse)

@@ -29,7 +29,9 @@ from megabatch.operators.autograd import (
     divide_gradient,
     empty_gradients,
     finish,
+    is_batched,
     passes_for,
+    refuse,
     statistic,
 )
 from megabatch.operators.rowwise import positives, positives_backward
@@ -43,6 +45,7 @@ from megabatch.operators.two_pass import (
     symmetric_logsumexp,
     symmetric_logsumexp_backward,
 )
+from megabatch.ring.ranks import Ranks
 from megabatch.tiles.block import (
     FLOAT16,
     FLOAT32,
@@ -52,8 +55,9 @@ from megabatch.tiles.block import (
     accumulator_dtype,
     matching_logits,
     matching_logits_in_float64,
+    widen_float16,
 )
-from megabatch.tiles.sums import exact_softplus
+from megabatch.tiles.sums import exact_softplus, less_match
 
 
 def _dtype_to_save(*inputs: Tensor) -> torch.dtype | None:
@@ -69,48 +73,79 @@ def _find_needs(*inputs: Tensor) -> list[bool]:
     return [torch.is_grad_enabled() and (is_transformed or value.requires_grad) for value in inputs]
 
 
-def _scale_in_backward(operator: CustomOpDef, *, learned: int, others: int) -> None:
-    """Registers the derivative of an operator that returns a loss and the gradients of its first `learned` inputs."""
+def _scale_in_backward(operator: CustomOpDef, *, learned: int, group: int) -> None:
+    """Registers the derivative of an operator that returns a loss and the gradients of its first `learned` inputs.
+
+    `group` is the position of the address of the process group among the inputs.
+    """
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.dtypes = [value.dtype for value in inputs[:learned]]
+        ctx.group, ctx.nothing = inputs[group], (None,) * (len(inputs) - learned)
         ctx.save_for_backward(*output[1:])
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, dloss: Tensor | None, *dgradients: Tensor | None) -> tuple[Any, ...]:
         if any(d is not None for d in dgradients):
             raise RuntimeError(TWICE)
-        nothing = (None,) * others
         if dloss is None:
-            return *(None,) * learned, *nothing
-        saved, in_place = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:learned], strict=True), _is_last_backward()
-        gradients = (
-            None if not need else (gradient.detach().mul_(dloss) if in_place else gradient * dloss).to(dtype)
-            for gradient, dtype, need in saved
-        )
-        return *gradients, *nothing
+            return *(None,) * learned, *ctx.nothing
+        factor = apply(same_factor, dloss, ctx.group) if ctx.group else dloss
+        in_place = _is_last_backward(dloss)
+        gradients = [
+            None if not need else (gradient.detach().mul_(factor) if in_place else gradient * factor).to(dtype)
+            for gradient, dtype, need in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:learned], strict=True)
+        ]
+        return *gradients, *ctx.nothing
 
     differentiable(operator, backward, save)
 
 
-def _is_last_backward() -> bool:
+def _is_last_backward(dloss: Tensor) -> bool:
     """Returns whether the saved gradients may be overwritten, because they are freed after this backward pass.
 
-    A second copy of them would be the peak of memory in float32.
+    A second copy of them would be the peak of memory in float32. Transforms and batches of gradients need the copy.
     """
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return keeps_graph is not None and not (torch.compiler.is_compiling() or transforms_are_active() or keeps_graph())
+    if keeps_graph is None or torch.compiler.is_compiling() or transforms_are_active() or torch.is_grad_enabled():
+        return False
+    return not (is_batched(dloss) or keeps_graph())
 
 
-def _cross_entropies(negatives: Tensor, match: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (N,), (N,)
-    """Returns log(1 + exp(negatives − match)) and its derivative, as `primitives.cross_entropy` defines it."""
-    overflow = match.clamp_min(0.0) * 0.0  # NaN where the match is +inf, elsewhere 0
-    difference = (negatives - match + overflow).to(dtype)
-    return exact_softplus(difference), difference.sigmoid()
+@torch.library.custom_op("megabatch::same_factor", mutates_args=())
+def same_factor(dloss: Tensor, group: str) -> Tensor:  # ()
+    """Returns the gradient of the loss if it is equal on all ranks.
+
+    The gradients of a rank contain losses of other ranks, so they are wrong if another rank multiplies its loss by another
+    factor. Then all ranks raise an error. On a GPU, the gradients become NaN instead, because the host does not wait for them.
+    """
+    ranks = Ranks.at(group, "the gradient of the loss", dloss.device)
+    factors = torch.cat(ranks.all_gather(dloss.reshape(1)))
+    is_equal = ((factors == factors[0]) | factors.isnan()).all()
+    if dloss.is_cpu and not is_equal:
+        raise ValueError(
+            f"all ranks must multiply the mean of a loss by the same factor, got {factors.tolist()} on ranks 0 to "
+            f'{len(factors) - 1}. Use reduction="sum" or reduction="none" for factors that differ'
+        )
+    return torch.where(is_equal, dloss, torch.nan)
+
+
+@same_factor.register_fake
+def _(dloss: Tensor, group: str) -> Tensor:
+    return torch.empty_like(dloss)
+
+
+differentiable(same_factor, refuse)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The softmax cross-entropy of matching pairs, in one or both directions.
+
+
+def _cross_entropies(negatives: Tensor, match: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (N,), (N,)
+    """Returns log(1 + exp(negatives − match)) and its derivative."""
+    difference = less_match(negatives, match, dtype)
+    return exact_softplus(difference), difference.sigmoid()
 
 
 class CrossEntropyInputs(NamedTuple):
@@ -169,7 +204,7 @@ def cross_entropy(given: CrossEntropyInputs, needs: list[bool]) -> tuple[Tensor,
     return loss, *gradients[:3]
 
 
-_scale_in_backward(cross_entropy, learned=3, others=7)
+_scale_in_backward(cross_entropy, learned=3, group=8)
 
 
 def cross_entropy_loss(
@@ -215,7 +250,7 @@ def sigmoid(given: SoftplusInputs, mean: bool, needs: list[bool]) -> tuple[Tenso
     if any(needed):
         total = block.zeros(block.N)
         sums = column_sums(block, needed)
-        grad_scale = choose_grad_scale(block.scale, block.precision, torch.ones_like(block.scale))
+        grad_scale = torch.full_like(block.scale, 2.0**-14 if block.precision == FLOAT16 else 1.0)
         weight = torch.ones_like(total) / grad_scale if block.precision == FLOAT16 else None
         strips = passes.tiles.softplus_gradients(block, weight, sums, needed, total=total)
         gradients = finish(
@@ -237,7 +272,7 @@ def sigmoid(given: SoftplusInputs, mean: bool, needs: list[bool]) -> tuple[Tenso
     return loss.to(block.dtype), *gradients[:4]
 
 
-_scale_in_backward(sigmoid, learned=4, others=8)
+_scale_in_backward(sigmoid, learned=4, group=9)
 
 
 def sigmoid_loss(
@@ -287,7 +322,7 @@ def nt_xent(given: ViewsInputs, needs: list[bool]) -> tuple[Tensor, ...]:
 
     One pass sums over the negatives from the other view, and the symmetric passes sum over the negatives from the same view.
     """
-    z1, z2, dtype = _widen_float16(given.z1), _widen_float16(given.z2), accumulator_dtype(given.z1.dtype)
+    z1, z2, dtype = widen_float16(given.z1), widen_float16(given.z2), accumulator_dtype(given.z1.dtype)
     scale, run = given.scale.double(), (given.precision, given.backend, given.group)
     _agree(given, z1, z2, needs)
     pair = z1, z2, scale, *(None,) * 7, True, SEPARATE, given.precision, FLOAT32, given.backend, given.group
@@ -314,7 +349,7 @@ def nt_xent(given: ViewsInputs, needs: list[bool]) -> tuple[Tensor, ...]:
     return loss, dz1, dz2, dscale.to(given.scale.dtype)
 
 
-_scale_in_backward(nt_xent, learned=3, others=5)
+_scale_in_backward(nt_xent, learned=3, group=6)
 
 
 def nt_xent_loss(
@@ -362,7 +397,7 @@ def sup_con(given: LabelsInputs, needs: list[bool]) -> tuple[Tensor, ...]:
     probability is near 1. With several positives, no probability is near 1, because the loss is at least the log of their
     number.
     """
-    z, dtype = _widen_float16(given.z), accumulator_dtype(given.z.dtype)
+    z, dtype = widen_float16(given.z), accumulator_dtype(given.z.dtype)
     scale, run = given.scale.double(), (given.precision, given.backend, given.group)
     _agree(given, z, z, [needs[0], False, needs[1]])
     mean_logit, sole, mean_weight, count = positives(z, scale, given.labels, *run)
@@ -380,7 +415,7 @@ def sup_con(given: LabelsInputs, needs: list[bool]) -> tuple[Tensor, ...]:
     return loss, dz if needs[0] else dz.new_empty(0), (dscale + dscale_of_positives).to(given.scale.dtype)
 
 
-_scale_in_backward(sup_con, learned=2, others=6)
+_scale_in_backward(sup_con, learned=2, group=6)
 
 
 def sup_con_loss(
@@ -409,8 +444,3 @@ def _agree(given: ViewsInputs | LabelsInputs, x: Tensor, y: Tensor, needs: list[
 def _share(part: Tensor, total: Tensor, weight: Tensor) -> Tensor:  # (N,)
     """Returns weight · exp(part − total), the derivative with respect to one part of a logsumexp. It is 0 for an empty sum."""
     return torch.where(part == -torch.inf, 0.0, weight.double() * (part - total).exp())
-
-
-def _widen_float16(z: Tensor) -> Tensor:
-    """Casts float16 embeddings to float32, so that the gradients of several operators are added before they are rounded."""
-    return z.float() if z.dtype == torch.float16 else z

@@ -18,7 +18,7 @@ from torch import Tensor
 from megabatch.dispatch import Execution
 from megabatch.operators.autograd import scale_gradients, use_device_of
 from megabatch.tiles import plan
-from megabatch.tiles.block import Block, Needs, add_matmul, by_matmul_setting, round_to_precision, windows
+from megabatch.tiles.block import HALF_DTYPE, Block, Needs, add_matmul, by_matmul_setting, round_to_precision, windows
 from megabatch.tiles.symmetric import Rectangle, SameId
 
 
@@ -57,7 +57,7 @@ def nt_xent_loss(
     options = run.precision, 2 * (len(z1) if mean else 1), torch.is_grad_enabled()
     loss: Tensor
     with use_device_of(z1):
-        if plan.fits_one_square(2 * len(z1), z1.element_size()):
+        if plan.fits_one_square(2 * len(z1), 2 if run.precision in HALF_DTYPE else z1.element_size()):
             own = torch.arange(2 * len(z1), device=z1.device)  # a view is not compared with itself
             views = torch.cat((z1, z2)), torch.cat((z2, z1)), scale, own, own.roll(len(z1))
             loss = _CrossEntropy.apply(*views, options[0], False, *options[1:])

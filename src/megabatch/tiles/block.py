@@ -56,6 +56,16 @@ def compute_precision(x: Tensor) -> str:
     return BY_SETTING if torch.compiler.is_compiling() else by_matmul_setting(BY_SETTING, device_type)
 
 
+def widen_float16(x: Tensor) -> Tensor:
+    """Casts float16 embeddings that several operators use to float32. Other embeddings are returned unchanged.
+
+    The gradients of all operators are then added in float32 and rounded once. The largest float16 is 65,504, so a gradient that
+    is rounded before it is added may be infinite, and inf − inf is NaN. bfloat16 has the range of float32 and needs no cast.
+    `Execution` still has the precision of the original embeddings for the matmuls.
+    """
+    return x.float() if x.dtype == torch.float16 else x
+
+
 def by_matmul_setting(precision: str, device_type: str) -> str:
     """Replaces `BY_SETTING` by PyTorch's current setting for float32 matmuls on this device type."""
     if precision != BY_SETTING:

@@ -107,12 +107,11 @@ def strip_size(N: int, M: int, D: int, element_size: int) -> TileSize:
     return TileSize(rows, _even(M, _STRIP_BYTES // element_size // rows))
 
 
-# Bytes of a strip on the fused path on one GPU (`operators.one_gpu`): the full limit of a workspace. The gradients are allocated
-# after the strip is freed, so the float32 sums of dx fit as well (`dispatch.Limits.one_gpu_elements`). 16,384 pairs in half
-# precision are one strip, because every strip needs two launches and two matmuls, and such a batch is launch-bound. With 65,536
-# pairs, strips of 16384×16384 need two thirds of the memory traffic of 8192×16384 for both sums. H200, bf16, D = 512 / 768 /
-# 1024, ms: `clip_loss` 27.2 / 40.8 / 54.5 instead of 27.6 / 41.3 / 55.1, `siglip_loss` 23.0 / 32.1 / 41.5 instead of 23.2 / 33.0
-# / 42.2.
+# Bytes of a strip on one GPU (`operators.one_gpu`): the full limit of a workspace. The gradients are allocated after the strip
+# is freed, so the float32 sums of dx fit as well (`dispatch.Limits.one_gpu_elements`). 16,384 pairs in half precision are one
+# strip, because every strip needs two launches and two matmuls, and such a batch is launch-bound. With 65,536 pairs, strips of
+# 16384×16384 need two thirds of the memory traffic of 8192×16384 for both sums. H200, bf16, D = 512 / 768 / 1024, ms:
+# `clip_loss` 27.2 / 40.8 / 54.5 instead of 27.6 / 41.3 / 55.1, `siglip_loss` 23.0 / 32.1 / 41.5 instead of 23.2 / 33.0 / 42.2.
 _PAIR_STRIP_BYTES = 512 * 2**20
 _PAIR_STRIP_ROWS = 16384
 

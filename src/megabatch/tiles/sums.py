@@ -120,6 +120,15 @@ def exact_softplus(values: Tensor) -> Tensor:
     return F.softplus(values, threshold=SOFTPLUS_IS_IDENTITY)
 
 
+def less_match(negatives: Tensor, match: Tensor, dtype: torch.dtype) -> Tensor:  # (N,)
+    """Returns negatives − match, which are float64, rounded to `dtype`. It is NaN where the match is +inf.
+
+    Without NaN, the loss of such a pair would be 0, so a run whose matmuls overflow would seem to have a perfect loss.
+    """
+    overflow = match.detach().clamp_min(0.0) * 0.0  # NaN where the match is +inf, elsewhere 0
+    return (negatives - match + overflow).to(dtype)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The cross-entropy of a student's softmax under a teacher's, −Σ_j softmax(t)_j · log softmax(s)_j of each row, in one pass.
 #

@@ -70,7 +70,7 @@ def describe_paths() -> tables.TextTable:
         list(dispatch.RULE_COLUMNS),
         [list(row) for row in dispatch.describe_rules()],
         title="How a loss is computed: the first row that applies is used",
-        notes='Other options: reduction="none", label smoothing, further negatives, margin, log_q, guide and other contrasts.',
+        notes='Options: reduction="none" (over ranks also "sum"), label smoothing, negatives, margin, log_q, guide, contrasts.',
         names=tuple(range(len(dispatch.RULE_COLUMNS))),
     )
 
