@@ -182,8 +182,8 @@ SETTINGS = {
     ),
     "reduction of sup_con_loss": (
         lambda x, y, g, value: mb.sup_con_loss(x, torch.arange(4) // 2, reduction=value, group=g).mean(),
-        ("mean", "sum"),
-        "the loss is sup_con_loss(form=out) on rank 0, sup_con_loss(form=out, reduction=sum) on rank 1",
+        ("none", "sum"),
+        "the loss is sup_con_loss(form=out, reduction=none) on rank 0, sup_con_loss(form=out, reduction=sum) on rank 1",
     ),
     "reduction of late_interaction_loss": (
         lambda x, y, g, value: mb.late_interaction_loss(x[:, None], y[:, None], scale=3.0, reduction=value, group=g).mean(),
