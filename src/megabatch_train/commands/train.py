@@ -229,7 +229,7 @@ def run(args: argparse.Namespace) -> int:
             return 128 + stopped.number
         except (TrainingFailedError, NotFiniteError) as error:
             if world.rank == 0:
-                _write_report(folder, args)
+                _write_report(folder, args, trainer)
                 LOG.error("%s", error)
             return FAILED
         except CheckpointError as error:
@@ -237,7 +237,7 @@ def run(args: argparse.Namespace) -> int:
                 LOG.error("%s; %s", error, trainer.describe_saved())
             return 1
         if world.rank == 0:
-            _finish(folder, args)
+            _finish(folder, args, trainer)
     return 0
 
 
@@ -488,16 +488,16 @@ def _list_observers(args: argparse.Namespace) -> list[Observer]:
     return observers
 
 
-def _finish(folder: Path, args: argparse.Namespace) -> None:
+def _finish(folder: Path, args: argparse.Namespace, trainer: Trainer) -> None:
     from megabatch_train.towers import models
 
-    _write_report(folder, args)
+    _write_report(folder, args, trainer)
     LOG.info("%s", format_row("model", str(folder / models.WEIGHTS)))
     LOG.info("%s", format_row("next", f'megabatch search {shlex.quote(str(folder))} "a text to search for"'))
 
 
-def _write_report(folder: Path, args: argparse.Namespace) -> None:
+def _write_report(folder: Path, args: argparse.Namespace, trainer: Trainer) -> None:
     if not args.no_report:
         from megabatch_train.display.report import write_report
 
-        LOG.info("%s", format_row("report", str(write_report(folder))))
+        LOG.info("%s", format_row("report", str(write_report(folder, evaluated=trainer.evaluated))))

@@ -26,7 +26,7 @@ from megabatch_train.data.load import WithNegatives
 from megabatch_train.data.loader import Order
 from megabatch_train.data.resident import Resident
 from megabatch_train.data.tables import Table
-from megabatch_train.evaluation import evaluate
+from megabatch_train.evaluation import Evaluated, evaluate
 from megabatch_train.machine import describe_device, peak_bytes
 from megabatch_train.names import format_row, sanitize
 from megabatch_train.towers.tokens import drop_patches
@@ -210,6 +210,7 @@ class Trainer:
         self._fit: Fit | None = None
         self._stored: dict[int, StoredEmbeddings] | None = None
         self._resident: Resident | None = None
+        self.evaluated: Evaluated | None = None  # embeddings of the first validation data by the saved weights, on rank 0
         self._losses: deque[float] = deque(maxlen=RECENT)
         self._health = Health(
             batch_size=min(stage.config.batch_size for stage in self.stages),
@@ -513,14 +514,19 @@ class Trainer:
             chunk_size = 256 if self._fit is None else min(256, *self._fit.chunk_sizes)
             scale = self.objective.numbers()["scale"]
             for name, dataset in self.validation.items():
+                keep = self._keep_evaluated if self.step == self.steps and not name else None
                 metrics = evaluate(
-                    self.pair, dataset, scale=scale, chunk_size=chunk_size, workers=workers, group=self.world.group
+                    self.pair, dataset, scale=scale, chunk_size=chunk_size, workers=workers, group=self.world.group, keep=keep
                 )
                 result |= {f"{name}/{key}" if name else key: value for key, value in metrics.items()}
         self._observers.on_evaluation({"step": self.step, "evaluation": result})
         if self.config.evaluate_every and self.config.checkpoint.best != "none":
             self._storage.save_best(result, self._recent_loss())
         return result
+
+    def _keep_evaluated(self, evaluated: Evaluated) -> None:
+        if self.world.rank == 0:
+            self.evaluated = evaluated
 
     def describe_saved(self) -> str:
         """Returns a sentence about the weights and the checkpoint on disk, for a message after a failure."""
