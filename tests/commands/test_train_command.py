@@ -16,7 +16,9 @@ import word_pairs
 from megabatch_train import cli, settings, towers
 from megabatch_train.commands import train
 from megabatch_train.data import load as data
+from megabatch_train.data import loader
 from megabatch_train.evaluation import results
+from megabatch_train.trainer import loop
 from megabatch_train.trainer.checkpoints import read_weights
 from word_pairs import call
 
@@ -40,6 +42,29 @@ def test_train_writes_what_it_should_and_loads_again(pairs):
     assert towers.load_saved(folder).logit_scale == pytest.approx(lines[-2]["scale"])
     assert call("--epochs", "3") == 0  # the next one has a folder of its own
     assert (pairs / "runs" / "pairs-2" / "model.safetensors").exists()
+
+
+def test_workers_start_before_data_and_model_are_loaded(pairs, monkeypatch):
+    def watch(owner, name):
+        plain = getattr(owner, name)
+
+        def call(*args, **options):
+            events.append(name)
+            return plain(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    events = []
+    for owner, name in (
+        (loader, "start_processes"),
+        (data, "load"),
+        (towers, "load"),
+        (loader, "open_readers"),
+        (loop, "build"),
+    ):
+        watch(owner, name)
+    assert call("--steps", "1", "--no-report") == 0
+    assert events == ["start_processes", "load", "load", "open_readers", "build"]
 
 
 def test_train_resumes_by_folder_by_checkpoint_and_by_itself(pairs, capsys):

@@ -35,6 +35,7 @@ from megabatch_train.settings import SourceField, read_fields
 if TYPE_CHECKING:
     from megabatch.world import World
     from megabatch_train.data.dataset import Dataset
+    from megabatch_train.data.loader import WorkerProcess
     from megabatch_train.trainer.config import TrainConfig
     from megabatch_train.trainer.loop import Trainer
     from megabatch_train.trainer.run import Observer
@@ -196,6 +197,7 @@ def _steps_or_fraction(text: str) -> int | float:
 def run(args: argparse.Namespace) -> int:
     """Trains a model. Returns 0, or 128 plus the signal that stopped the run, or `FAILED`, or 1 for another error."""
     from megabatch.world import join_world
+    from megabatch_train.data import loader
     from megabatch_train.towers.tower import allow_remote_code
     from megabatch_train.trainer import config as configs
     from megabatch_train.trainer.checkpoints import CheckpointError
@@ -215,7 +217,9 @@ def run(args: argparse.Namespace) -> int:
         folder, checkpoint = world.from_first((folder, checkpoint))
         _check_writable(folder, world, args.resume)
         folder = _lock_folder(folder, world, args, stack)
-        trainer = _build_trainer(config, folder, world, observers)
+        count = configs.reader_count(config, world) if world.device.type == "cuda" else 0
+        started = stack.enter_context(loader.start_processes(count))  # they import their packages while the data is loaded
+        trainer = _build_trainer(config, folder, world, observers, started, stack)
         _resume(trainer, args.resume, checkpoint)
         if world.rank == 0:
             _warn_of_training_data(config)
@@ -371,12 +375,19 @@ def _lock_folder(folder: Path, world: World, args: argparse.Namespace, stack: Ex
     return folder
 
 
-def _build_trainer(config: TrainConfig, folder: Path, world: World, observers: Sequence[Observer]) -> Trainer:
+def _build_trainer(
+    config: TrainConfig,
+    folder: Path,
+    world: World,
+    observers: Sequence[Observer],
+    started: Sequence[WorkerProcess],
+    stack: ExitStack,
+) -> Trainer:
     from megabatch.cached import second_pass
     from megabatch_train import towers
     from megabatch_train.data import load as data
     from megabatch_train.towers.models import image_size
-    from megabatch_train.trainer.loop import Trainer
+    from megabatch_train.trainer.loop import Trainer, open_workers
 
     second_pass.seed_host(config.seed)
     size = image_size(config.model, config.model_options)
@@ -387,6 +398,7 @@ def _build_trainer(config: TrainConfig, folder: Path, world: World, observers: S
     if world.rank == 0:
         problems = (problem for source in (dataset, *validation.values()) for problem in source.problems)
         _log_problems(list(dict.fromkeys(problems)))  # training and validation data can contain the same file
+    workers = stack.enter_context(open_workers(config, pair, [dataset, *validation.values()], world, started))
     return Trainer(
         config,
         pair,
@@ -396,6 +408,7 @@ def _build_trainer(config: TrainConfig, folder: Path, world: World, observers: S
         observers=observers,
         world=world,
         command=shlex.join(["megabatch", *sys.argv[1:]]),
+        workers=workers,
     )
 
 

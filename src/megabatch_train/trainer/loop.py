@@ -1,11 +1,11 @@
-"""The training loop, and the inputs of a loss in addition to embeddings: hard negatives, labels, a teacher or a guide."""
+"""The training loop, and the embeddings by a teacher or a guide."""
 
 import logging
 import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megabatch.cached import second_pass
 from megabatch.cached.replay import sample_seed
@@ -22,7 +21,6 @@ from megabatch.world import World, free_memory
 from megabatch_train import towers
 from megabatch_train.data import loader
 from megabatch_train.data.dataset import Dataset
-from megabatch_train.data.load import WithNegatives
 from megabatch_train.data.loader import Order
 from megabatch_train.data.resident import Resident
 from megabatch_train.data.tables import Table
@@ -34,7 +32,7 @@ from megabatch_train.towers.tower import SIDES, Pair, compiler_settings, warm_up
 from megabatch_train.trainer import run
 from megabatch_train.trainer.build import Utilization, allow_tf32, autocast, build, gather_parameters
 from megabatch_train.trainer.checkpoints import CheckpointError
-from megabatch_train.trainer.config import CONTRASTS, LossConfig, TrainConfig, reader_count
+from megabatch_train.trainer.config import TrainConfig, reader_count
 from megabatch_train.trainer.health import (
     Health,
     MissingNegatives,
@@ -45,68 +43,14 @@ from megabatch_train.trainer.health import (
     UnreadableSamples,
     record_signals,
 )
-from megabatch_train.trainer.loss import LossInputs, StoredEmbeddings
+from megabatch_train.trainer.loss import StoredEmbeddings, add_negatives, make_input_reader
 from megabatch_train.trainer.run import FROZEN, TEACHER, Observer, Observers, Run, load_newest
 from megabatch_train.trainer.stages import Stage, plan_stages
-from megabatch_train.trainer.step import Fit, NotFiniteError, Outcome, Step, StepInputs, choose_fit, repeat_inputs
+from megabatch_train.trainer.step import BatchReader, Fit, NotFiniteError, Outcome, Step, StepInputs, choose_fit, repeat_inputs
 from megabatch_train.trainer.storage import Storage, check_best
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Inputs of a loss in addition to the embeddings of a batch: hard negatives, labels, and embeddings by a teacher or a guide.
-
-_EXCLUDE_NEGATIVES = "ignore the hard negatives with --columns … negative= (without a name)"
-
-
-def add_negatives(config: LossConfig, dataset: Dataset, encoded: Sequence[int]) -> WithNegatives | None:
-    """Returns the data with its hard negatives, or None if it has none. Raises an error if the loss cannot use the data.
-
-    Args:
-        config: the settings of the loss.
-        dataset: the dataset of the pairs.
-        encoded: the sides that are encoded in each step.
-    """
-    if config.name == "sup_con" and dataset.label_column is None:
-        raise ValueError("the loss sup_con needs a table with a column of labels: --columns image=NAME text=NAME label=NAME")
-    columns = dataset.negative_columns
-    if not columns or not isinstance(dataset, Table):
-        return None
-    if config.name not in CONTRASTS or config.guide:
-        reason = f"the loss {config.name}" if config.name not in CONTRASTS else "a loss with a guide (loss.guide)"
-        raise ValueError(
-            f"the data has hard negatives in the column {columns[0]}, but {reason} cannot use them. Use --loss info_nce "
-            f"without loss.guide, or {_EXCLUDE_NEGATIVES}"
-        )
-    if 1 not in encoded:
-        raise ValueError(
-            f"the data has hard negatives in the column {columns[0]}, but the stored embeddings of a frozen second side do not "
-            f"include hard negatives. Use --set keep_frozen=false, or {_EXCLUDE_NEGATIVES}"
-        )
-    return WithNegatives(dataset)
-
-
-def make_input_reader(
-    config: LossConfig, dataset: Dataset, negatives: WithNegatives | None, embeddings: list[StoredEmbeddings] | None
-) -> Callable[[Tensor], LossInputs]:
-    """Returns a function from the indices of this rank's part of a batch, (n,), to the additional inputs of the loss.
-
-    Args:
-        config: the settings of the loss.
-        dataset: the dataset of the pairs.
-        negatives: the result of `add_negatives`.
-        embeddings: the embeddings that a teacher or a guide has computed for both sides (`embed_by_teacher`), or None.
-    """
-    labels = dataset if config.name == "sup_con" and isinstance(dataset, Table) else None
-
-    def inputs_of(indices: Tensor) -> LossInputs:
-        samples = indices.tolist()
-        return LossInputs(
-            None if labels is None else labels.labels(samples),
-            None if embeddings is None else (embeddings[0].rows(indices), embeddings[1].rows(indices)),
-            None if negatives is None else negatives.owners(samples),
-            None if negatives is None else negatives.negative_ids(samples),
-        )
-
-    return inputs_of
+# Embeddings by a teacher or a guide.
 
 
 def embed_by_teacher(
@@ -146,6 +90,19 @@ RECENT = 20  # number of last steps whose mean loss is compared between evaluati
 SAMPLES_REPEATED = 64  # number of samples that are repeated to a full chunk for the compiler
 
 
+def open_workers(
+    config: TrainConfig,
+    pair: Pair,
+    datasets: Sequence[Dataset],
+    world: World,
+    started: Sequence[loader.WorkerProcess] = (),
+) -> AbstractContextManager[int | Executor]:
+    """Returns a context with the data-loader workers of a run. `started` are processes of `loader.start_processes`."""
+    preparations = [getattr(tower.prepare, "__self__", tower.prepare) for tower in pair.towers]
+    count, processes = reader_count(config, world), world.device.type == "cuda"
+    return loader.open_readers(count, [*datasets, *preparations], processes=processes, started=started)
+
+
 class Trainer:
     """Trains a model on a dataset.
 
@@ -161,6 +118,7 @@ class Trainer:
         observers: the observers of the run. They are called only on the first rank.
         world: the ranks (default: only this process, on the CPU).
         command: the command line, which is recorded in the folder.
+        workers: the data-loader workers of `open_workers` (default: `fit` starts them, and ends them).
     """
 
     def __init__(
@@ -174,8 +132,9 @@ class Trainer:
         observers: Sequence[Observer] = (),
         world: World | None = None,
         command: str = "",
+        workers: int | Executor | None = None,
     ) -> None:
-        self.world = world or World(torch.device("cpu"))
+        self.world, self._workers = world or World(torch.device("cpu")), workers
         self.config, self.pair, self.dataset = config.on(self.world.device), pair, dataset
         by_name = validation if isinstance(validation, Mapping) else {} if validation is None else {"": validation}
         self.validation = {name if number else "": data for number, (name, data) in enumerate(by_name.items())}
@@ -303,7 +262,7 @@ class Trainer:
         try:
             tf32 = allow_tf32(self.config.precision, self.world.device)
             compiler = compiler_settings() if self._trained.compiled else nullcontext()
-            with record_signals(end_at_second=self.world.size == 1) as stop, self._open_readers() as workers, tf32, compiler:
+            with record_signals(end_at_second=self.world.size == 1) as stop, self._open_workers() as workers, tf32, compiler:
                 checkpoint_error = None
                 try:
                     for stage in self.stages:
@@ -331,14 +290,13 @@ class Trainer:
             self._storage.log_best(result, self._recent_loss())
         return result
 
-    def _make_step(self, stage: Stage, workers: int | Executor) -> Step:
-        """Chooses chunk sizes, computes the embeddings of a teacher and a frozen side, and returns the training step."""
-        if self.step == 0:
-            self._seed(0)
-        elif self.step == stage.first:
-            self._fit = None  # the chunk sizes of the previous stage
-        modules, samples = self.pair.modules, partial(self._samples, stage)
+    def _make_reader(self, stage: Stage, workers: int | Executor) -> BatchReader:
         dataset = self._load_resident(workers)  # before chunks and graphs, which share the remaining memory
+        return BatchReader(self.config, dataset, stage.towers(self.pair), self._encoded, self.world, workers)
+
+    def _make_step(self, stage: Stage, reader: BatchReader) -> Step:
+        """Chooses chunk sizes, computes the embeddings of a teacher and a frozen side, and returns the training step."""
+        modules, samples = self.pair.modules, partial(self._samples, stage)
         if self._fit is None:
             share = -(-stage.config.batch_size // self.world.size)
             with without_compiler(modules), autocast(self.config.precision, self.world.device):
@@ -348,8 +306,8 @@ class Trainer:
                 chunks = " and ".join(dict.fromkeys(f"{size:,} {tower.kind}s" for size, tower in by_tower))
                 LOG.info("%s", format_row("chunk size", chunks))
         if self._stored is None:
-            self._stored = self._embed_once(workers, self._fit)
-        return Step(self.config, self._trained, dataset, self._stored, self.world, self._fit, stage, workers)
+            self._stored = self._embed_once(reader.workers, self._fit)
+        return Step(self.config, self._trained, reader, self._stored, self.world, self._fit, stage)
 
     def _embed_once(self, workers: int | Executor, fit: Fit) -> dict[int, StoredEmbeddings]:
         """Computes the embeddings of a teacher and of a frozen side. Returns the embeddings of the frozen side by its index."""
@@ -407,11 +365,16 @@ class Trainer:
         return {side: embeddings}
 
     def _train(self, stage: Stage, workers: int | Executor, stop: StopSignal) -> None:
-        step = self._make_step(stage, workers)
-        batches = map(step.prepare, stage.batches(self.step))
-        next_inputs = next(batches, None)
+        if self.step == 0:
+            self._seed(0)
+        elif self.step == stage.first:
+            self._fit = None  # the chunk sizes of the previous stage
+        reader = self._make_reader(stage, workers)
+        batches = map(reader.prepare, stage.batches(self.step))
+        next_inputs = next(batches, None)  # workers read the first batch while chunk sizes are chosen and towers are compiled
         try:
-            self._compile(stage, step.fit)  # while workers read the first batch
+            step = self._make_step(stage, reader)
+            self._compile(stage, step.fit)
             clock = Clock(self.world.device)
             with clock.activate():
                 while next_inputs is not None:
@@ -467,7 +430,7 @@ class Trainer:
         every = self.config.evaluate_every
         if self.validation and every and self.step % every == 0 and self.step < self.steps:
             with phase("evaluation"):  # the last evaluation follows after the loop
-                self._evaluate(step.workers)
+                self._evaluate(step.reader.workers)
 
     def _record(self, outcome: Outcome, epoch: int, rate: float, start: float, clock: Clock, utilization: Utilization) -> None:
         numbers = self.objective.numbers()  # waits for the device
@@ -553,8 +516,7 @@ class Trainer:
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _open_readers(self) -> AbstractContextManager[int | Executor]:
-        datasets = [self.dataset, *self.validation.values()]
-        preparations = [getattr(tower.prepare, "__self__", tower.prepare) for tower in self.pair.towers]
-        count = reader_count(self.config, self.world)
-        return loader.open_readers(count, [*datasets, *preparations], processes=self.world.device.type == "cuda")
+    def _open_workers(self) -> AbstractContextManager[int | Executor]:
+        if self._workers is not None:
+            return nullcontext(self._workers)
+        return open_workers(self.config, self.pair, [self.dataset, *self.validation.values()], self.world)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from megabatch_train.data.dataset import IMAGE, Dataset
 from megabatch_train.data.loader import Batch
 from megabatch_train.machine import ran_out_of_memory
 from megabatch_train.towers.tokens import drop_patches
-from megabatch_train.towers.tower import forward_backward, set_checkpointing, use_evaluation_mode
+from megabatch_train.towers.tower import Tower, forward_backward, set_checkpointing, use_evaluation_mode
 from megabatch_train.trainer.build import RATE_SCALE, Trained, autocast
 from megabatch_train.trainer.config import MemoryConfig, TrainConfig
 from megabatch_train.trainer.health import PairStatistics, average_statistics
@@ -330,47 +330,40 @@ class Outcome(NamedTuple):
         return self.without_negatives == self.pairs
 
 
-@dataclass
-class Step:
-    """Makes one training step for each batch.
+@dataclass(frozen=True)
+class BatchReader:
+    """Reads the batches of a stage.
 
     Args:
         config: the settings of the run.
-        trained: the towers, the loss and the optimizer.
         dataset: the dataset of the pairs.
-        stored: the embeddings of a frozen side, by the index of the side.
+        towers: the towers of the stage.
+        sides: the sides that are encoded in each step.
         world: the ranks.
-        fit: the chunk sizes and the memory for graphs. They are halved if memory runs out.
-        stage: the stage of the run, which determines the image size and the patch dropout.
         workers: the data-loader workers, as in `ReplaySource`.
     """
 
     config: TrainConfig
-    trained: Trained
     dataset: Dataset
-    stored: dict[int, StoredEmbeddings]
+    towers: Sequence[Tower]
+    sides: Sequence[int]
     world: World
-    fit: Fit
-    stage: Stage
     workers: int | Executor = 0
 
-    def __post_init__(self) -> None:
-        """Collects the running statistics, and computes the host memory for the samples of a side."""
-        self._towers = self.stage.towers(self.trained.pair)
-        statistics = [second_pass.running_statistics(tower.module) for tower in self.trained.pair.towers]
-        self._statistics = list({id(value): value for side in statistics for value in side.values()}.values())
-        self._sides = [side for side in (0, 1) if side not in self.stored]
-        images = [side for side in self._sides if self.dataset.sides[side] == IMAGE]
-        self._hold = input_bytes(self.config.memory, self.world) // max(1, len(images))
+    @cached_property
+    def _hold(self) -> int:
+        """The host memory for the samples of a side in bytes."""
+        images = [side for side in self.sides if self.dataset.sides[side] == IMAGE]
+        return input_bytes(self.config.memory, self.world) // max(1, len(images))
 
     def prepare(self, batch: Batch) -> StepInputs:
         """Returns the inputs of a batch. Workers start to read them, so that they are ready when the step begins."""
         sources, tokens = {}, {}
-        for side in self._sides:
+        for side in self.sides:
             source = self.dataset.source(
                 batch.indices.tolist(),
                 side,
-                self._towers[side],
+                self.towers[side],
                 seed=self.config.seed,
                 epoch=batch.epoch,
                 augment=self.config.augment,
@@ -387,12 +380,48 @@ class Step:
                 tokens[side] = _start_in_thread(work) if isinstance(self.workers, Executor) else work
         return StepInputs(batch, sources, tokens)
 
+    def _tokens(self, source: ReplaySource, side: int) -> Source:
+        """Returns the texts of a batch as tokens. All texts are read at once, because a chunk has texts of similar length."""
+        chunks = source.chunks([(0, len(source))], None)
+        with close_at_the_end(chunks):
+            tokens = next(chunks)
+        lengths = self.towers[side].lengths
+        return HostSource(tokens, lengths=None if lengths is None else lengths(tokens))
+
+
+@dataclass
+class Step:
+    """Makes one training step for each batch.
+
+    Args:
+        config: the settings of the run.
+        trained: the towers, the loss and the optimizer.
+        reader: the reader of the batches.
+        stored: the embeddings of a frozen side, by the index of the side.
+        world: the ranks.
+        fit: the chunk sizes and the memory for graphs. They are halved if memory runs out.
+        stage: the stage of the run, which determines the image size and the patch dropout.
+    """
+
+    config: TrainConfig
+    trained: Trained
+    reader: BatchReader
+    stored: dict[int, StoredEmbeddings]
+    world: World
+    fit: Fit
+    stage: Stage
+
+    def __post_init__(self) -> None:
+        """Collects the running statistics."""
+        statistics = [second_pass.running_statistics(tower.module) for tower in self.trained.pair.towers]
+        self._statistics = list({id(value): value for side in statistics for value in side.values()}.values())
+
     def __call__(self, inputs: StepInputs, rate: float) -> Outcome:
         """Makes one step with this rank's part of a batch."""
         batch = inputs.batch
         for group in self.trained.optimizer.param_groups:
             group["lr"] = rate * group.get(RATE_SCALE, 1.0)
-        sources = [self._source(inputs, side) for side in self._sides]
+        sources = [self._source(inputs, side) for side in self.reader.sides]
         outcome = self._retry(lambda: self._backward(batch, sources))
         if outcome.is_skipped:
             if outcome.pairs == 0:
@@ -405,31 +434,23 @@ class Step:
 
     def _source(self, inputs: StepInputs, side: int) -> Source:
         if side not in inputs.tokens:
-            batch, patches, seed = inputs.batch, self._towers[side].patches, self.config.seed
+            batch, patches, seed = inputs.batch, self.reader.towers[side].patches, self.config.seed
             of_sample = {"seed": seed, "epoch": batch.epoch, "side": side}
             return drop_patches(inputs.sources[side], patches, self.stage.patch_dropout, batch.indices.tolist(), **of_sample)
         with phase(DATA):
             return inputs.tokens[side]()
 
-    def _tokens(self, source: ReplaySource, side: int) -> Source:
-        """Returns the texts of a batch as tokens. All texts are read at once, because a chunk has texts of similar length."""
-        chunks = source.chunks([(0, len(source))], None)
-        with close_at_the_end(chunks):
-            tokens = next(chunks)
-        lengths = self.trained.pair.towers[side].lengths
-        return HostSource(tokens, lengths=None if lengths is None else lengths(tokens))
-
     def _backward(self, batch: Batch, sources: Sequence[Source]) -> Outcome:
         indices = batch.indices.tolist()
         stored = {side: embeddings.rows(batch.indices).to(self.world.device) for side, embeddings in self.stored.items()}
-        ids = self.dataset.ids(indices) if self.config.loss.ids else None
-        usable = partial(self.dataset.usable, indices)
+        ids = self.reader.dataset.ids(indices) if self.config.loss.ids else None
+        usable = partial(self.reader.dataset.usable, indices)
         loss_fn = ReadablePairs(self.trained.objective, self.world, usable, ids, stored, batch.indices)
         with autocast(self.config.precision, self.world.device):
             share = cached_backward(
                 loss_fn,
-                [(self.trained.wrapped[side], source) for side, source in zip(self._sides, sources, strict=True)],
-                chunk_size=[self.fit.chunk_sizes[side] for side in self._sides],
+                [(self.trained.wrapped[side], source) for side, source in zip(self.reader.sides, sources, strict=True)],
+                chunk_size=[self.fit.chunk_sizes[side] for side in self.reader.sides],
                 budget=self.fit.graph_bytes,
                 scaler=self.trained.scaler,
             )
