@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from megabatch_train.towers.tower import SIDES, Pair, compiler_settings, warm_up
 from megabatch_train.trainer import run
 from megabatch_train.trainer.build import Utilization, allow_tf32, autocast, build, gather_parameters
 from megabatch_train.trainer.checkpoints import CheckpointError
-from megabatch_train.trainer.config import TrainConfig, reader_count
+from megabatch_train.trainer.config import MemoryConfig, TrainConfig, reader_count
 from megabatch_train.trainer.health import (
     Health,
     MissingNegatives,
@@ -296,18 +297,24 @@ class Trainer:
 
     def _make_step(self, stage: Stage, reader: BatchReader) -> Step:
         """Chooses chunk sizes, computes the embeddings of a teacher and a frozen side, and returns the training step."""
-        modules, samples = self.pair.modules, partial(self._samples, stage)
         if self._fit is None:
-            share = -(-stage.config.batch_size // self.world.size)
-            with without_compiler(modules), autocast(self.config.precision, self.world.device):
-                self._fit = choose_fit(self.config.memory, self.config.chunk_size, modules, samples, share, self.world)
+            self._fit = self._choose_fit(stage, self.config.memory)
             if self.config.chunk_size == "auto" and self.world.rank == 0:
                 by_tower = zip(self._fit.chunk_sizes, self.pair.towers, strict=True)
                 chunks = " and ".join(dict.fromkeys(f"{size:,} {tower.kind}s" for size, tower in by_tower))
-                LOG.info("%s", format_row("chunk size", chunks))
+                before = ", measured before on this GPU" if self._fit.is_reused else ""
+                LOG.info("%s", format_row("chunk size", f"{chunks}{before}"))
         if self._stored is None:
             self._stored = self._embed_once(reader.workers, self._fit)
-        return Step(self.config, self._trained, reader, self._stored, self.world, self._fit, stage)
+        measure = partial(self._choose_fit, stage, replace(self.config.memory, reuse=False))
+        return Step(self.config, self._trained, reader, self._stored, self.world, self._fit, stage, measure)
+
+    def _choose_fit(self, stage: Stage, memory: MemoryConfig) -> Fit:
+        config, modules, share = self.config, self.pair.modules, -(-stage.config.batch_size // self.world.size)
+        names = ("precision", "compile", "parallel", "model", "model_options", "lora")
+        about = {name: getattr(config, name) for name in names} | {"stage": (stage.image_size, stage.patch_dropout)}
+        with without_compiler(modules), autocast(config.precision, self.world.device):
+            return choose_fit(memory, config.chunk_size, modules, partial(self._samples, stage), share, self.world, about)
 
     def _embed_once(self, workers: int | Executor, fit: Fit) -> dict[int, StoredEmbeddings]:
         """Computes the embeddings of a teacher and of a frozen side. Returns the embeddings of the frozen side by its index."""
