@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from megabatch.world import World
     from megabatch_train.data.dataset import Dataset
     from megabatch_train.data.loader import WorkerProcess
+    from megabatch_train.machine import StartClock
     from megabatch_train.trainer.config import TrainConfig
     from megabatch_train.trainer.loop import Trainer
     from megabatch_train.trainer.run import Observer
@@ -196,6 +197,9 @@ def _steps_or_fraction(text: str) -> int | float:
 
 def run(args: argparse.Namespace) -> int:
     """Trains a model. Returns 0, or 128 plus the signal that stopped the run, or `FAILED`, or 1 for another error."""
+    from megabatch_train.machine import StartClock
+
+    clock = StartClock()
     from megabatch.world import join_world
     from megabatch_train.data import loader
     from megabatch_train.towers.tower import allow_remote_code
@@ -219,7 +223,8 @@ def run(args: argparse.Namespace) -> int:
         folder = _lock_folder(folder, world, args, stack)
         count = configs.reader_count(config, world) if world.device.type == "cuda" else 0
         started = stack.enter_context(loader.start_processes(count))  # they import their packages while the data is loaded
-        trainer = _build_trainer(config, folder, world, observers, started, stack)
+        clock.end_phase("imports")
+        trainer = _build_trainer(config, folder, world, observers, started, stack, clock)
         _resume(trainer, args.resume, checkpoint)
         if world.rank == 0:
             _warn_of_training_data(config)
@@ -382,6 +387,7 @@ def _build_trainer(
     observers: Sequence[Observer],
     started: Sequence[WorkerProcess],
     stack: ExitStack,
+    clock: StartClock,
 ) -> Trainer:
     from megabatch.cached import second_pass
     from megabatch_train import towers
@@ -394,7 +400,9 @@ def _build_trainer(
     split = "train" if config.holdout else None
     dataset = data.load(config.data, split, size=size, holdout=config.holdout, **config.data_options)
     validation = _load_validation(config, size)
+    clock.end_phase("data")
     pair = towers.load(config.model, dataset.sides, lora=config.lora, **config.model_options)
+    clock.end_phase("model")
     if world.rank == 0:
         problems = (problem for source in (dataset, *validation.values()) for problem in source.problems)
         _log_problems(list(dict.fromkeys(problems)))  # training and validation data can contain the same file
@@ -409,6 +417,7 @@ def _build_trainer(
         world=world,
         command=shlex.join(["megabatch", *sys.argv[1:]]),
         workers=workers,
+        clock=clock,
     )
 
 

@@ -26,7 +26,7 @@ from megabatch_train.data.loader import Order
 from megabatch_train.data.resident import Resident
 from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import Evaluated, evaluate
-from megabatch_train.machine import describe_device, peak_bytes
+from megabatch_train.machine import StartClock, describe_device, peak_bytes
 from megabatch_train.names import format_row, sanitize
 from megabatch_train.towers.tokens import drop_patches
 from megabatch_train.towers.tower import SIDES, Pair, compiler_settings, warm_up, without_compiler
@@ -120,6 +120,7 @@ class Trainer:
         world: the ranks (default: only this process, on the CPU).
         command: the command line, which is recorded in the folder.
         workers: the data-loader workers of `open_workers` (default: `fit` starts them, and ends them).
+        clock: a clock that measures the start of the run (default: a new clock).
     """
 
     def __init__(
@@ -134,7 +135,9 @@ class Trainer:
         world: World | None = None,
         command: str = "",
         workers: int | Executor | None = None,
+        clock: StartClock | None = None,
     ) -> None:
+        self._start = clock or StartClock()
         self.world, self._workers = world or World(torch.device("cpu")), workers
         self.config, self.pair, self.dataset = config.on(self.world.device), pair, dataset
         by_name = validation if isinstance(validation, Mapping) else {} if validation is None else {"": validation}
@@ -178,6 +181,7 @@ class Trainer:
             warm_up=config.schedule.warm_up(self.stages[0].schedule[1]),
             highest_rate=max(stage.rate for stage in self.stages),
         )
+        self._start.end_phase("optimizer")
 
     @property
     def step(self) -> int:
@@ -260,6 +264,7 @@ class Trainer:
         self.run.first_step = self.step
         self._storage.open()
         self._observers.start(self.run)
+        self._start.end_phase("folder")
         try:
             tf32 = allow_tf32(self.config.precision, self.world.device)
             compiler = compiler_settings() if self._trained.compiled else nullcontext()
@@ -304,8 +309,10 @@ class Trainer:
                 chunks = " and ".join(dict.fromkeys(f"{size:,} {tower.kind}s" for size, tower in by_tower))
                 before = ", measured before on this GPU" if self._fit.is_reused else ""
                 LOG.info("%s", format_row("chunk size", f"{chunks}{before}"))
+            self._start.end_phase("chunk_size")
         if self._stored is None:
             self._stored = self._embed_once(reader.workers, self._fit)
+            self._start.end_phase("stored_embeddings")
         measure = partial(self._choose_fit, stage, replace(self.config.memory, reuse=False))
         return Step(self.config, self._trained, reader, self._stored, self.world, self._fit, stage, measure)
 
@@ -382,6 +389,7 @@ class Trainer:
         try:
             step = self._make_step(stage, reader)
             self._compile(stage, step.fit)
+            self._start.end_phase("compilation")
             clock = Clock(self.world.device)
             with clock.activate():
                 while next_inputs is not None:
@@ -470,6 +478,11 @@ class Trainer:
         for problem in problems if self.world.rank == 0 else ():
             LOG.warning("%s", problem)
         record |= {"problem": "; ".join(problems)} if problems else {}
+        if self.step == self.run.first_step + 1:
+            self._start.end_phase("first_step")
+            record["start"] = self._start.seconds
+            if self.world.rank == 0:
+                LOG.info("%s", format_row("start", self._start.describe()))
         self._observers.step(record)
 
     def _recent_loss(self) -> float | None:
