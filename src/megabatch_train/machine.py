@@ -5,6 +5,8 @@ import os
 import platform
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -118,6 +120,31 @@ def let_threads_sleep() -> None:
     user_has_chosen = any(name in os.environ for name in WAIT_VARIABLES)
     if not user_has_chosen and "torch" not in sys.modules and not any(os.path.exists(path) for path in GPU_DRIVERS):
         os.environ[WAIT_POLICY] = "passive"
+
+
+class StartClock:
+    """Measures the phases of a start, which follow each other. The first phase begins when the object is created.
+
+    Args:
+        clock: function that returns seconds. Tests replace it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds: dict[str, float] = {}  # by the name of the phase
+        self._clock, self._last = clock, clock()
+
+    def end_phase(self, name: str) -> None:
+        """Counts the time since the end of the previous phase for this phase."""
+        now = self._clock()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def describe(self) -> str:
+        """Returns the total time, and the phases of at least a tenth of a second."""
+        phases = ", ".join(
+            f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in self.seconds.items() if seconds >= 0.1
+        )
+        return f"{sum(self.seconds.values()):.1f} s to the end of the first step" + (f": {phases}" if phases else "")
 
 
 class OtherPrograms:

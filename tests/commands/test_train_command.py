@@ -16,7 +16,10 @@ import word_pairs
 from megabatch_train import cli, settings, towers
 from megabatch_train.commands import train
 from megabatch_train.data import load as data
+from megabatch_train.data import loader
 from megabatch_train.evaluation import results
+from megabatch_train.machine import StartClock
+from megabatch_train.trainer import loop
 from megabatch_train.trainer.checkpoints import read_weights
 from word_pairs import call
 
@@ -40,6 +43,55 @@ def test_train_writes_what_it_should_and_loads_again(pairs):
     assert towers.load_saved(folder).logit_scale == pytest.approx(lines[-2]["scale"])
     assert call("--epochs", "3") == 0  # the next one has a folder of its own
     assert (pairs / "runs" / "pairs-2" / "model.safetensors").exists()
+
+
+def test_workers_start_before_data_and_model_are_loaded(pairs, monkeypatch):
+    def watch(owner, name):
+        plain = getattr(owner, name)
+
+        def call(*args, **options):
+            events.append(name)
+            return plain(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    events = []
+    for owner, name in (
+        (loader, "start_processes"),
+        (data, "load"),
+        (towers, "load"),
+        (loader, "open_readers"),
+        (loop, "build"),
+    ):
+        watch(owner, name)
+    assert call("--steps", "1", "--no-report") == 0
+    assert events == ["start_processes", "load", "load", "open_readers", "build"]
+
+
+def test_the_phases_of_a_start_are_told_and_stored(pairs, caplog):
+    caplog.set_level("INFO")
+    assert call("--steps", "2", "--output", "mine", "--set", "checkpoint.every=1") == 0
+    assert call("--resume", "mine", "--steps", "4") == 0
+    lines = results.read("mine/metrics.jsonl")
+    assert [line["step"] for line in lines if "start" in line] == [1, 3]  # once per process
+    names = ["imports", "data", "model", "optimizer", "folder", "chunk_size", "stored_embeddings", "compilation", "first_step"]
+    assert list(lines[0]["start"]) == names
+    assert [name for name in names if name not in lines[2]["start"]] == ["chunk_size"]  # the checkpoint has it
+    assert all(seconds >= 0 for line in (lines[0], lines[2]) for seconds in line["start"].values())
+    assert sum("s to the end of the first step" in message for message in caplog.messages) == 2
+
+
+def test_the_phases_of_a_start_follow_each_other():
+    moments = iter([10.0, 12.5, 12.52, 13.0, 14.0])
+    clock = StartClock(lambda: next(moments))
+    for name in ("imports", "data", "model", "data"):
+        clock.end_phase(name)
+    assert clock.seconds == pytest.approx({"imports": 2.5, "data": 1.02, "model": 0.48})
+    assert clock.describe() == "4.0 s to the end of the first step: imports 2.5 s, data 1.0 s, model 0.5 s"
+    moments = iter([0.0, 0.01])
+    short = StartClock(lambda: next(moments))
+    short.end_phase("imports")
+    assert short.describe() == "0.0 s to the end of the first step"
 
 
 def test_train_resumes_by_folder_by_checkpoint_and_by_itself(pairs, capsys):

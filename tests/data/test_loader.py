@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megabatch_train.data import loader
-from megabatch_train.data.loader import ReaderProcesses, open_readers
+from megabatch_train.data.loader import ReaderProcesses, open_readers, start_processes
 
 
 class Counted:
@@ -74,6 +74,22 @@ def test_work_runs_in_other_processes(timeout):
         os.kill(executor.submit(os.getpid).result(), signal.SIGKILL)
         with pytest.raises(RuntimeError, match="a data-loader worker ended unexpectedly"):
             executor.submit(os.getpid).result()
+
+
+def test_processes_that_were_started_early_become_workers():
+    with start_processes(2) as started:
+        with open_readers(1, [], processes=True, started=started) as executor:
+            assert executor.submit(os.getpid).result() == started[0]._process.pid
+            assert executor.submit(os.getpriority, os.PRIO_PROCESS, 0).result() >= min(19, loader.NICENESS)
+        assert started[0]._process.returncode == 0
+        assert started[1]._process.poll() is None
+    assert started[1]._process.poll() is not None  # nobody used it
+
+
+def test_workers_are_started_beyond_those_that_run():
+    with start_processes(1) as started, open_readers(2, [], processes=True, started=started) as executor:
+        assert len(executor._processes) == 2
+        assert executor._processes[0] is started[0]
 
 
 @pytest.mark.thorough

@@ -244,7 +244,7 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     for first in (0, 3):
         log = WandbLog("emoji", mode="offline")
         log.start(Run(tmp_path, first_step=first, config=Run(Path("x"), config={"data": ["https://h/a?token=x"]})))
-        log.step(record(first + 1, phases={"data": 0.25}))
+        log.step(record(first + 1, phases={"data": 0.25}, start={"data": 2.5}))
         log.on_evaluation({"step": first + 1, "evaluation": EVALUATION})
         log.on_save(tmp_path)
         log.finish(Run(tmp_path))
@@ -254,6 +254,7 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     assert wandb.started[0]["config"]["config"] == {"data": ["https://h/a"]}
     assert wandb.logged[0][0] == 1
     assert wandb.logged[0][1]["training/loss"] == 7.6543
+    assert wandb.logged[0][1]["start/data"] == 2.5
     assert wandb.logged[0][1]["phases/data"] == 0.25
     assert wandb.logged[1][1]["evaluation/text_to_image_R@1"] == 0.345
     assert wandb.finished == 2

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import runs
-from megabatch_train import towers
+import word_pairs
+from megabatch_train import cli, towers
 from megabatch_train.data.tables import Table
 from megabatch_train.display import observers, plots
 from megabatch_train.display import report as curves
 from megabatch_train.display.report import gallery, write_report
-from megabatch_train.evaluation import encode, results
+from megabatch_train.evaluation import embed, encode, evaluate, results
 from megabatch_train.export import write_card
 from megabatch_train.trainer.run import MetricsFile
 
@@ -383,6 +384,45 @@ def test_the_rank_of_the_true_match(tmp_path, pair):
         places = [place for place, match in enumerate(row, 1) if match.right]
         assert not places or min(places) == rank, query
         assert 1 <= rank <= shown.searched
+
+
+def test_embeddings_of_an_evaluation_give_the_same_search_results(tmp_path, pair):
+    (tmp_path / "twice.jsonl").write_text(
+        "".join(json.dumps({"anchor": f"word{i % 9}", "positive": f"meaning {i % 7}"}) + "\n" for i in range(30))
+    )
+    kept = []
+    for data in (Table(table(tmp_path)), Table(tmp_path / "twice.jsonl")):  # the second has repeated queries and documents
+        evaluate(pair, data, keep=kept.append)
+        assert gallery(kept[-1], data, data) == gallery(pair, data, data)
+
+
+def test_the_report_of_a_run_encodes_nothing_again(tmp_path, monkeypatch):
+    word_pairs.enter(tmp_path, monkeypatch)
+    arguments = ["train", "--config", "small.toml", "--steps", "2", "--validation", "pairs.jsonl", "--output"]
+    assert cli.main([*arguments, "plain", "--no-report"]) == 0
+    wanted = Page(write_report("plain").read_text("utf-8"))
+    for name in ("load_saved", "embed", "encode"):
+        monkeypatch.setattr(curves, name, None)
+    assert cli.main([*arguments, "run"]) == 0
+    found = Page((tmp_path / "run" / "report.html").read_text("utf-8"))
+    assert found.classes.count("query") == 8
+    start = found.text.index("Search results")
+    assert found.text[start : start + 60] == wanted.text[wanted.text.index("Search results") :][:60]
+
+
+def test_only_the_last_evaluation_is_kept_for_the_report(tmp_path):
+    class Watch(runs.Memory):
+        def on_evaluation(self, record):
+            kept.append((record["step"], made.evaluated))
+
+    kept = []
+    validation = {"first": runs.Numbers(samples=20), "second": runs.Numbers(samples=16)}
+    made = runs.trainer(tmp_path, {"evaluate_every": 3}, observers=[Watch()], validation=validation)
+    made.fit()
+    assert [(step, evaluated is None) for step, evaluated in kept] == [(3, True), (6, True), (7, False)]
+    assert made.evaluated.dataset is validation["first"]
+    saved = [embed(tower, validation["first"], side) for side, tower in enumerate(made.pair.towers)]  # the last weights
+    assert all(torch.equal(*pair) for pair in zip(made.evaluated.embeddings, saved, strict=True))
 
 
 def test_the_page_of_a_run_that_goes_on(tmp_path, monkeypatch, caplog):

@@ -1,5 +1,7 @@
 """A model on a dataset with several captions an image and images that cannot be read, on one rank and on several."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -85,6 +87,40 @@ def test_ranks_count_as_one(pool, damaged):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert found[name] == pytest.approx(value, rel=1e-12), name
+
+
+def _kept_on_a_rank(group, rank, damaged):
+    kept = []
+    evaluate(model(), Vectors(damaged=damaged), chunk_size=2, group=group, keep=kept.append)
+    return kept[0].samples, kept[0].embeddings
+
+
+@pytest.mark.parametrize("damaged", [(), (3,)])
+def test_an_evaluation_keeps_the_embeddings_of_what_it_could_read(pool, damaged):
+    data, kept = Vectors(damaged=damaged), []
+    evaluate(model(), data, chunk_size=3, keep=kept.append)
+    (evaluated,) = kept
+    assert evaluated.dataset is data
+    indices = [11, 0, 7, 1]  # 0 and 1 are captions of one image, and 7 is a caption of image 3
+    for side in (0, 1):
+        rows, mask = evaluated.rows(side, indices)
+        readable = [index for index in indices if data.of_image[index] not in damaged]
+        assert mask.tolist() == [index in readable for index in indices]
+        assert torch.equal(rows, embed(model().towers[side], data, side, readable))
+    for samples, embeddings in pool.run(_kept_on_a_rank, 3, damaged):  # every rank has the rows of all ranks
+        for side in (0, 1):
+            assert torch.equal(samples[side], evaluated.samples[side])
+            assert torch.equal(embeddings[side], evaluated.embeddings[side])
+
+
+def test_an_evaluation_keeps_no_embeddings_that_are_too_large(monkeypatch):
+    kept, module = [], sys.modules[evaluate.__module__]
+    monkeypatch.setattr(module, "KEPT_BYTES", 4 * (7 + 12) * D - 1)
+    evaluate(model(), Vectors(), keep=kept.append)
+    assert not kept
+    monkeypatch.setattr(module, "KEPT_BYTES", 4 * (7 + 12) * D)
+    evaluate(model(), Vectors(), keep=kept.append)
+    assert len(kept) == 1
 
 
 def _of_two_images(group, rank):

@@ -33,7 +33,7 @@ SETTINGS = {
     "steps": 7,
     "checkpoint": {"every": 2},
     "optimizer": {"lr": 1e-2},
-    "memory": {"graphs": 0.0},
+    "memory": {"graphs": 0.0, "reuse": False},
 }
 
 

@@ -3,6 +3,7 @@
 import functools
 import io
 import tarfile
+import threading
 import time
 
 import pytest
@@ -123,8 +124,8 @@ def test_data_on_the_device_are_read_once_and_train_alike(photos, pool, monkeypa
             torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
 
 
-def _as_processes(opened, count, shared, *, processes):
-    return opened(count, shared, processes=True)
+def _as_processes(opened, count, shared, *, processes, started):
+    return opened(count, shared, processes=True, started=started)
 
 
 def test_two_ranks_see_the_pictures_of_one(photos, pool):
@@ -139,6 +140,39 @@ def _on_rank(group, rank, photos, changes):
     made = runs.trainer(photos / "two", {"steps": 5, **changes}, pair=pair(), data=Shards(photos / "0.tar"), world=world)
     made.fit()
     return runs.weights(made)
+
+
+def test_the_first_batch_is_read_while_chunk_sizes_are_chosen(tmp_path, monkeypatch):
+    class Watched(runs.Numbers):
+        def read(self, index, side):
+            if threading.current_thread().name.startswith("megabatch-read"):
+                is_reading.set()
+            return super().read(index, side)
+
+    def choose(*args):
+        chosen.append(is_reading.wait(PATIENCE))
+        return choose_fit(*args)
+
+    chosen, is_reading, choose_fit = [], threading.Event(), loop.choose_fit
+    monkeypatch.setattr(loop, "choose_fit", choose)
+    made = runs.trainer(tmp_path / "ahead", {"steps": 2, "workers": 1}, data=Watched())
+    made.fit()
+    assert chosen == [True]
+    wanted = runs.trainer(tmp_path / "alone", {"steps": 2})
+    wanted.fit()
+    assert runs.same_bits(runs.weights(made), runs.weights(wanted)) == []
+
+
+def test_a_batch_that_is_read_ahead_stops_if_no_chunk_size_fits(tmp_path, monkeypatch):
+    def fails(*args):
+        raise MemoryError("a chunk of one sample must fit")
+
+    monkeypatch.setattr(loop, "choose_fit", fails)
+    stopped = []
+    monkeypatch.setattr(loop.StepInputs, "stop", lambda inputs: stopped.append(inputs.batch.number))
+    with pytest.raises(MemoryError, match="one sample"):
+        runs.trainer(tmp_path, {"workers": 1}).fit()
+    assert stopped == [0]
 
 
 def test_the_next_batch_is_read_while_this_one_trains(tmp_path):

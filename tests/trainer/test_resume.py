@@ -184,7 +184,8 @@ def test_metrics_have_every_step_once_after_a_run_has_continued(tmp_path):
     for name in ("epoch", "pairs", "loss", "scale", "learning_rate", "gradient_norm"):
         assert [line[name] for line in lines] == [line[name] for line in expected], name
     keys = ["step", "epoch", "pairs", "loss", "scale", "learning_rate", "gradient_norm", "pairs_per_second", "memory_bytes"]
-    assert list(lines[0]) == [*keys, "seconds", "phases", "spread", "advantage"]
+    assert list(lines[1]) == [*keys, "seconds", "phases", "spread", "advantage"]
+    assert list(lines[0]) == [*lines[1], "start"]
 
 
 def test_a_run_continues_only_with_what_it_began_with(tmp_path):

@@ -35,6 +35,8 @@ from megabatch_train.settings import SourceField, read_fields
 if TYPE_CHECKING:
     from megabatch.world import World
     from megabatch_train.data.dataset import Dataset
+    from megabatch_train.data.loader import WorkerProcess
+    from megabatch_train.machine import StartClock
     from megabatch_train.trainer.config import TrainConfig
     from megabatch_train.trainer.loop import Trainer
     from megabatch_train.trainer.run import Observer
@@ -195,7 +197,11 @@ def _steps_or_fraction(text: str) -> int | float:
 
 def run(args: argparse.Namespace) -> int:
     """Trains a model. Returns 0, or 128 plus the signal that stopped the run, or `FAILED`, or 1 for another error."""
+    from megabatch_train.machine import StartClock
+
+    clock = StartClock()
     from megabatch.world import join_world
+    from megabatch_train.data import loader
     from megabatch_train.towers.tower import allow_remote_code
     from megabatch_train.trainer import config as configs
     from megabatch_train.trainer.checkpoints import CheckpointError
@@ -215,7 +221,10 @@ def run(args: argparse.Namespace) -> int:
         folder, checkpoint = world.from_first((folder, checkpoint))
         _check_writable(folder, world, args.resume)
         folder = _lock_folder(folder, world, args, stack)
-        trainer = _build_trainer(config, folder, world, observers)
+        count = configs.reader_count(config, world) if world.device.type == "cuda" else 0
+        started = stack.enter_context(loader.start_processes(count))  # they import their packages while the data is loaded
+        clock.end_phase("imports")
+        trainer = _build_trainer(config, folder, world, observers, started, stack, clock)
         _resume(trainer, args.resume, checkpoint)
         if world.rank == 0:
             _warn_of_training_data(config)
@@ -229,7 +238,7 @@ def run(args: argparse.Namespace) -> int:
             return 128 + stopped.number
         except (TrainingFailedError, NotFiniteError) as error:
             if world.rank == 0:
-                _write_report(folder, args)
+                _write_report(folder, args, trainer)
                 LOG.error("%s", error)
             return FAILED
         except CheckpointError as error:
@@ -237,7 +246,7 @@ def run(args: argparse.Namespace) -> int:
                 LOG.error("%s; %s", error, trainer.describe_saved())
             return 1
         if world.rank == 0:
-            _finish(folder, args)
+            _finish(folder, args, trainer)
     return 0
 
 
@@ -371,22 +380,33 @@ def _lock_folder(folder: Path, world: World, args: argparse.Namespace, stack: Ex
     return folder
 
 
-def _build_trainer(config: TrainConfig, folder: Path, world: World, observers: Sequence[Observer]) -> Trainer:
+def _build_trainer(
+    config: TrainConfig,
+    folder: Path,
+    world: World,
+    observers: Sequence[Observer],
+    started: Sequence[WorkerProcess],
+    stack: ExitStack,
+    clock: StartClock,
+) -> Trainer:
     from megabatch.cached import second_pass
     from megabatch_train import towers
     from megabatch_train.data import load as data
     from megabatch_train.towers.models import image_size
-    from megabatch_train.trainer.loop import Trainer
+    from megabatch_train.trainer.loop import Trainer, open_workers
 
     second_pass.seed_host(config.seed)
     size = image_size(config.model, config.model_options)
     split = "train" if config.holdout else None
     dataset = data.load(config.data, split, size=size, holdout=config.holdout, **config.data_options)
     validation = _load_validation(config, size)
+    clock.end_phase("data")
     pair = towers.load(config.model, dataset.sides, lora=config.lora, **config.model_options)
+    clock.end_phase("model")
     if world.rank == 0:
         problems = (problem for source in (dataset, *validation.values()) for problem in source.problems)
         _log_problems(list(dict.fromkeys(problems)))  # training and validation data can contain the same file
+    workers = stack.enter_context(open_workers(config, pair, [dataset, *validation.values()], world, started))
     return Trainer(
         config,
         pair,
@@ -396,6 +416,8 @@ def _build_trainer(config: TrainConfig, folder: Path, world: World, observers: S
         observers=observers,
         world=world,
         command=shlex.join(["megabatch", *sys.argv[1:]]),
+        workers=workers,
+        clock=clock,
     )
 
 
@@ -488,16 +510,16 @@ def _list_observers(args: argparse.Namespace) -> list[Observer]:
     return observers
 
 
-def _finish(folder: Path, args: argparse.Namespace) -> None:
+def _finish(folder: Path, args: argparse.Namespace, trainer: Trainer) -> None:
     from megabatch_train.towers import models
 
-    _write_report(folder, args)
+    _write_report(folder, args, trainer)
     LOG.info("%s", format_row("model", str(folder / models.WEIGHTS)))
     LOG.info("%s", format_row("next", f'megabatch search {shlex.quote(str(folder))} "a text to search for"'))
 
 
-def _write_report(folder: Path, args: argparse.Namespace) -> None:
+def _write_report(folder: Path, args: argparse.Namespace, trainer: Trainer) -> None:
     if not args.no_report:
         from megabatch_train.display.report import write_report
 
-        LOG.info("%s", format_row("report", str(write_report(folder))))
+        LOG.info("%s", format_row("report", str(write_report(folder, evaluated=trainer.evaluated))))

@@ -183,13 +183,31 @@ _LENGTH = struct.Struct("<Q")  # length of the pickled part of a message
 
 
 @contextmanager
-def open_readers(count: int, shared: Sequence[Any], *, processes: bool) -> Iterator[int | Executor]:
+def start_processes(count: int) -> Iterator["list[WorkerProcess]"]:
+    """Starts worker processes for `open_readers`, which import their packages while the program loads a model and data.
+
+    Processes that are not used are ended at the end of the context.
+    """
+    processes = [WorkerProcess() for _ in range(count)]
+    try:
+        yield processes
+    finally:
+        for process in processes:  # `ReaderProcesses` has ended the processes that it used
+            process.connection.close()
+            process.end(0.0)
+
+
+@contextmanager
+def open_readers(
+    count: int, shared: Sequence[Any], *, processes: bool, started: "Sequence[WorkerProcess]" = ()
+) -> Iterator[int | Executor]:
     """Yields workers for `ReplaySource`: 0, or an executor. Tasks that are still waiting at the end are dropped.
 
     Args:
         count: number of workers; 0 reads in the main thread.
         shared: objects that tasks refer to, such as datasets.
         processes: whether workers are processes. Otherwise, or if an object cannot be pickled, they are threads.
+        started: processes of `start_processes`, which become workers.
     """
     if count == 0:
         yield 0
@@ -197,7 +215,7 @@ def open_readers(count: int, shared: Sequence[Any], *, processes: bool) -> Itera
     executor: Executor | None = None
     if processes:
         try:
-            executor = ReaderProcesses(count, shared)
+            executor = ReaderProcesses(count, shared, started)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             LOG.warning("samples are read by threads instead of processes, because one object cannot be sent: %s", error)
     executor = executor or ThreadPoolExecutor(count, thread_name_prefix="megabatch-read")
@@ -213,15 +231,18 @@ class ReaderProcesses(ThreadPoolExecutor):
     Args:
         count: number of processes. They load the shared objects and their packages while the program continues.
         shared: objects that tasks can refer to. They are pickled once, and tasks contain only their numbers.
+        started: processes that run already.
     """
 
-    def __init__(self, count: int, shared: Sequence[Any] = ()) -> None:
+    def __init__(self, count: int, shared: Sequence[Any] = (), started: "Sequence[WorkerProcess]" = ()) -> None:
         super().__init__(count, thread_name_prefix="megabatch-read")
         self._numbers = {id(value): number for number, value in enumerate(shared)}
         self._shared = list(shared)  # kept alive, because the id of a freed object can become the id of another object
         first = _dump(list(shared), {})
         memory = _Memory(pinned=torch.cuda.is_available())
-        self._processes = [_Process(first, memory) for _ in range(count)]
+        self._processes = [*started[:count], *(WorkerProcess() for _ in range(count - len(started)))]
+        for process in self._processes:
+            process.assign(first, memory)
         self._free = list(self._processes)
         self._lock = threading.Lock()
         self._warned = False
@@ -258,28 +279,27 @@ class ReaderProcesses(ThreadPoolExecutor):
             process.end()
 
 
-class _Process:
-    """One worker: a Python process and the socket to it.
+class WorkerProcess:
+    """One worker: a Python process and the socket to it. It imports its packages before it has a task."""
 
-    Args:
-        first: message with the shared objects, which the process gets before its first task.
-        memory: memory for results.
-    """
-
-    def __init__(self, first: "Message", memory: "_Memory") -> None:
+    def __init__(self) -> None:
         self.connection, worker_end = socket.socketpair()
         for end in (self.connection, worker_end):
             end.settimeout(None)  # the program can have set a default timeout
-        self._first: Message | None = first
-        self._memory = memory
+        self._first: Message | None = None
+        self._memory = _Memory(pinned=False)
         self._problem: str | None = None
         settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
         environment = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        program = f"from megabatch_train.data.loader import serve; serve({worker_end.fileno()})"
+        program = f"import os; os.nice({NICENESS}); from megabatch_train.data.loader import serve; serve({worker_end.fileno()})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", program], pass_fds=[worker_end.fileno()], env=environment, start_new_session=True
         )
         worker_end.close()
+
+    def assign(self, first: "Message", memory: "_Memory") -> None:
+        """Sets the message with the shared objects, which the process gets before its first task, and memory for results."""
+        self._first, self._memory = first, memory
 
     def introduce(self) -> str | None:
         """Sends the shared objects once. Returns why the process cannot load them, for example a class of the user's script."""
@@ -306,10 +326,10 @@ class _Process:
             raise error
         return result
 
-    def end(self) -> None:
-        """Waits for the process after its socket was closed."""
+    def end(self, seconds: float = 5.0) -> None:
+        """Waits for the process after its socket was closed, and kills it after some seconds."""
         try:
-            self._process.wait(5)
+            self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -322,7 +342,6 @@ def _do_nothing() -> None:
 def serve(number: int) -> None:
     """Runs a worker: answers tasks from the socket with this file descriptor until the socket is closed."""
     torch.set_num_threads(1)
-    os.nice(NICENESS)
     connection = socket.socket(fileno=number)
     memory, shared = _Memory(pinned=False), list[Any]()
 

@@ -200,6 +200,7 @@ class LiveReport:
 
 FOLDER = "tensorboard"
 URL = "http://localhost:6006"  # the default of TensorBoard
+_GROUPS = ("phases", "start")  # keys of a record whose values are dictionaries of numbers
 _NOT_DRAWN = ("step", "epoch", "pairs", "seconds")  # counters, which TensorBoard does not show
 
 
@@ -237,7 +238,8 @@ class TensorBoardLog:
     def step(self, record: Mapping[str, Any]) -> None:
         """Called after a step."""
         self._add("training", {name: value for name, value in record.items() if name not in _NOT_DRAWN}, record["step"])
-        self._add("phases", record.get("phases", {}), record["step"])
+        for group in _GROUPS:
+            self._add(group, record.get(group, {}), record["step"])
 
     def on_evaluation(self, record: Mapping[str, Any]) -> None:
         """Called after an evaluation."""
@@ -339,8 +341,8 @@ class WandbLog:
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Called after a step."""
-        numbers = {f"training/{name}": value for name, value in record.items() if name not in ("step", "phases")}
-        numbers |= {f"phases/{name}": value for name, value in record.get("phases", {}).items()}
+        numbers = {f"training/{name}": value for name, value in record.items() if name not in ("step", *_GROUPS)}
+        numbers |= {f"{group}/{name}": value for group in _GROUPS for name, value in record.get(group, {}).items()}
         self._run.log(numbers, step=record["step"])
 
     def on_evaluation(self, record: Mapping[str, Any]) -> None:

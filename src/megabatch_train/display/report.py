@@ -21,7 +21,7 @@ from megabatch_train.display import plots, tables
 from megabatch_train.display.observers import REPORT
 from megabatch_train.display.plots import Found, Shown
 from megabatch_train.display.tables import TextTable
-from megabatch_train.evaluation import embed, encode, search
+from megabatch_train.evaluation import Evaluated, embed, encode, search
 from megabatch_train.evaluation.embedding import read_or_none
 from megabatch_train.evaluation.results import BEST, CONFIG, METRICS, SavedRun, read_run
 from megabatch_train.names import sanitize
@@ -215,15 +215,15 @@ class _Candidates(NamedTuple):
     """The candidates of a search."""
 
     samples: list[int]  # one sample for each candidate, in random order
-    pairs: list[tuple[str, int]]  # (query, sample of its match)
+    pairs: list[tuple[str, int, int]]  # (query, its sample, sample of its match)
     of: int  # number of candidates in the data
 
 
-def gallery(pair: Pair, dataset: Dataset, drawn: Dataset, queries: Sequence[str] = ()) -> Gallery:
+def gallery(model: Pair | Evaluated, dataset: Dataset, drawn: Dataset, queries: Sequence[str] = ()) -> Gallery:
     """Searches for the given queries, then for queries of the data. Captions find images, and queries find documents.
 
     Args:
-        pair: the model.
+        model: the model, or its embeddings of the dataset, which cannot be searched for given queries.
         dataset: samples to search, in the image size of the model.
         drawn: the same samples for display, whose images can be larger.
         queries: texts to search for first.
@@ -232,18 +232,23 @@ def gallery(pair: Pair, dataset: Dataset, drawn: Dataset, queries: Sequence[str]
     candidates = _images(dataset) if side == 0 else _documents(dataset)
     if not candidates.samples:
         raise ValueError("dataset must have at least one sample that can be read, got none")
-    embeddings = embed(pair.towers[side], dataset, side, candidates.samples)
-    usable = dataset.usable(candidates.samples)
+    embeddings, usable = _embed_candidates(model, dataset, side, candidates.samples)
     samples = [index for index, is_usable in zip(candidates.samples, usable.tolist(), strict=True) if is_usable]
     position_of = {index: position for position, index in enumerate(samples)}
     matches_of: dict[str, list[int]] = {}  # query → positions of its matches
-    for query, index in candidates.pairs:
+    sample_of: dict[str, int] = {}  # query → its first sample
+    for query, sample, index in candidates.pairs:
         if index in position_of:
             matches_of.setdefault(query, []).append(position_of[index])
+            sample_of.setdefault(query, sample)
     texts = [*queries, *list(matches_of)[:QUERIES]]
+    if isinstance(model, Evaluated):
+        encoded, usable = model.rows(1 - side, [sample_of[query] for query in texts])
+        texts = [query for query, is_usable in zip(texts, usable.tolist(), strict=True) if is_usable]
     if not texts or not samples:
         raise ValueError("dataset must have at least one sample that can be read, got none")
-    encoded, embeddings = encode(pair.towers[1 - side], texts), embeddings[usable.to(embeddings.device)]
+    if not isinstance(model, Evaluated):
+        encoded = encode(model.towers[1 - side], texts)
     matches, similarities = search(encoded, embeddings, k=MATCHES), encoded @ embeddings.T
     results, ranks = [], []
     for number, (scores, indices) in enumerate(zip(matches.scores.tolist(), matches.indices.tolist(), strict=True)):
@@ -255,6 +260,17 @@ def gallery(pair: Pair, dataset: Dataset, drawn: Dataset, queries: Sequence[str]
         results.append([match for match in row if match is not None])
         ranks.append(None if correct is None else _rank(similarities[number], correct))
     return Gallery(list(texts), results, ranks, len(samples), candidates.of)
+
+
+def _embed_candidates(
+    model: Pair | Evaluated, dataset: Dataset, side: int, samples: Sequence[int]
+) -> tuple[Tensor, Tensor]:  # (k, D), (n,) bool
+    """Returns the embeddings of the usable samples, and a mask of these samples."""
+    if isinstance(model, Evaluated):
+        return model.rows(side, samples)
+    embeddings = embed(model.towers[side], dataset, side, samples)
+    usable = dataset.usable(samples)
+    return embeddings[usable.to(embeddings.device)], usable
 
 
 def choose_side(dataset: Dataset) -> int:
@@ -278,18 +294,18 @@ def _images(dataset: Dataset) -> _Candidates:
         order = list(dict(zip(items[order].tolist(), order, strict=True)).values())
     samples = order[:MOST]
     captions = ((read_or_none(dataset, index, 1), index) for index in samples)
-    return _Candidates(samples, [(caption, index) for caption, index in captions if caption is not None], len(order))
+    return _Candidates(samples, [(caption, index, index) for caption, index in captions if caption is not None], len(order))
 
 
 def _documents(dataset: Dataset) -> _Candidates:
     """Returns the documents as candidates. A document of several queries is one candidate. A query can have several."""
     order = _shuffle(dataset)
     sample_of: dict[str, int] = {}  # document → its sample
-    pairs: list[tuple[str, int]] = []
+    pairs: list[tuple[str, int, int]] = []
     for index in order[:MOST_READ]:
         query, document = (read_or_none(dataset, index, side) for side in (0, 1))
         if query is not None and document is not None:
-            pairs.append((query, sample_of.setdefault(document, index)))
+            pairs.append((query, index, sample_of.setdefault(document, index)))
     samples = list(sample_of.values())[:MOST]
     return _Candidates(samples, pairs, len(sample_of) if len(order) <= MOST_READ else len(order))
 
@@ -308,7 +324,13 @@ def _match(drawn: Dataset, side: int, index: int, score: float, is_correct: bool
 PICTURE_LIMIT = 160  # side length in pixels to which photographs are scaled down
 
 
-def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Callable[[Path], Pair] | None = load_saved) -> Path:
+def write_report(
+    folder: str | Path,
+    queries: Sequence[str] = (),
+    *,
+    load: Callable[[Path], Pair] | None = load_saved,
+    evaluated: Evaluated | None = None,
+) -> Path:
     """Writes report.html into the folder of a run and returns its path.
 
     Reads the files in the folder. For the search results it also reads the test data. If a file is missing, its section is
@@ -319,6 +341,8 @@ def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Calla
         queries: texts to search for before the queries of the test data.
         load: function that returns the model of the folder (default: `model.safetensors`). `megabatch report` passes a function
             that prefers a newer checkpoint. None excludes the search results.
+        evaluated: embeddings of the evaluation data by this model. Without `queries`, they replace the model, so that nothing
+            is encoded again.
 
     Example: `write_report("runs/emoji", ["smiling cat"])`
     """
@@ -330,7 +354,7 @@ def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Calla
         _warnings(run),
         curves(run),
         _evaluation(run),
-        "" if load is None else _gallery(run, queries, load),
+        "" if load is None else _gallery(run, queries, load, evaluated),
         _setting(run),
         _command_and_config(run),
         _credits(run),
@@ -439,15 +463,19 @@ def _setting(run: SavedRun) -> str:
     return "" if table is None else plots.section("Setting", plots.table(table))
 
 
-def _gallery(run: SavedRun, queries: Sequence[str], load: Callable[[Path], Pair]) -> str:
+def _gallery(run: SavedRun, queries: Sequence[str], load: Callable[[Path], Pair], evaluated: Evaluated | None = None) -> str:
     title = "Search results"
     if run.test_data is None:
         return plots.section(title, plots.faint("There are no search results because the run has no data."))
     try:
-        pair = load(run.folder)
-        test_set = run.test_set(size=image_size(pair.name, pair.options))
+        model: Pair | Evaluated
+        if evaluated is not None and not queries:
+            model, test_set = evaluated, evaluated.dataset
+        else:
+            model = pair = load(run.folder)
+            test_set = run.test_set(size=image_size(pair.name, pair.options))
         LOG.info("data of the search results: %s, %s", sanitize(run.test_data[0]), run.test_data_is)
-        results = gallery(pair, test_set, run.test_set(size=PICTURE) if run.test_data[0] == "emoji" else test_set, queries)
+        results = gallery(model, test_set, run.test_set(size=PICTURE) if run.test_data[0] == "emoji" else test_set, queries)
     except (OSError, ValueError, ImportError) as error:
         return plots.section(title, plots.faint(f"There are no search results because of an error: {sanitize(str(error))}"))
     texts = choose_side(test_set) == 1

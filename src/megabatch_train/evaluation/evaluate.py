@@ -331,6 +331,28 @@ def _ranks(values: Tensor) -> Tensor:  # (n,) -> (n,) float64
 # Retrieval metrics of a model on a dataset: embeds this rank's shard, skips unreadable samples, and counts ranks.
 
 
+KEPT_BYTES = 1 << 30  # largest size of embeddings that an evaluation keeps
+
+
+class Evaluated(NamedTuple):
+    """A dataset with the embeddings of its readable items and documents, which an evaluation has computed."""
+
+    dataset: Dataset
+    samples: tuple[Tensor, ...]  # (items,) and (documents,) int64, a sample of each item and of each document
+    embeddings: tuple[Tensor, ...]  # (items, D) and (documents, D) in host memory
+
+    def rows(self, side: int, samples: Sequence[int]) -> tuple[Tensor, Tensor]:  # (k, D), (n,) bool
+        """Returns the embeddings of one side of samples, and a mask of the samples that have an embedding."""
+        ids = self.dataset.documents() if side else self.dataset.items()
+        numbers = [
+            part.tolist() if ids is None else ids.cpu()[part].tolist()
+            for part in map(torch.as_tensor, (self.samples[side], samples))
+        ]
+        row_of = {number: row for row, number in enumerate(numbers[0])}
+        places = torch.tensor([row_of.get(number, -1) for number in numbers[1]], dtype=torch.int64)
+        return self.embeddings[side][places[places >= 0]], places >= 0
+
+
 @torch.no_grad()
 def evaluate(
     pair: Pair,
@@ -340,6 +362,7 @@ def evaluate(
     chunk_size: int = 256,
     workers: int | Executor = 0,
     group: Any = None,
+    keep: "Callable[[Evaluated], None] | None" = None,
 ) -> dict[str, float]:
     """Computes the metrics of `retrieval` over the distinct items and documents of a dataset.
 
@@ -348,7 +371,8 @@ def evaluate(
     each of its matches is correct. `num_pairs` is the number of different pairs, if items and documents have several matches.
     `num_failed` is the number of unreadable samples on all ranks. `clip_val_loss` is CLIP's loss over all pairs at `scale`
     (default: the scale of the model). Under autocast, the towers encode in half precision, but embeddings are compared in the
-    dtype that they have.
+    dtype that they have. On all ranks, `keep` is called with the embeddings of all ranks, unless they need more than
+    `KEPT_BYTES`.
     """
     world = World.of(group, device_of(pair.second.module))
     pairs = _pairs_of(dataset)
@@ -369,6 +393,9 @@ def evaluate(
     if not len(pairs.items):
         reason = next(text for text in world.gather_objects(next(iter(dataset.failures.values()), None)) if text)
         raise ValueError(f"none of {len(dataset):,} samples could be read, the first because {reason}")
+    chosen = pairs.item_samples, pairs.document_samples
+    if keep is not None and 4 * sum(map(len, chosen)) * sides[0].shape[1] <= KEPT_BYTES:
+        keep(Evaluated(dataset, chosen, tuple(world.gather_rows(rows).cpu() for rows in sides)))
     names = ("image", "text") if dataset.sides[0] != dataset.sides[1] else ("query", "text")
     matches = None if one_to_one else (pairs.items.to(world.device), pairs.documents.to(world.device))
     with torch.autocast(world.device.type, enabled=False):

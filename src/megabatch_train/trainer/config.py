@@ -157,6 +157,7 @@ class MemoryConfig:
     inputs: float = 0.3  # fraction of free host memory for samples of the second pass; 0 reads samples twice
     resident: float = 0.0  # fraction of the free device memory for the whole decoded dataset; 0 reads it in every epoch
     checkpointing: Literal["auto", "on", "off"] = "auto"  # activation checkpointing; "auto" uses it if it is faster
+    reuse: bool = True  # take chunk sizes that an earlier run measured for this model on this kind of GPU
     offload: bool = False  # fsdp: keep weights, gradients and optimizer state in host memory between their uses
 
     def __post_init__(self) -> None:

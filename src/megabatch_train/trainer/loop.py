@@ -1,19 +1,19 @@
-"""The training loop, and the inputs of a loss in addition to embeddings: hard negatives, labels, a teacher or a guide."""
+"""The training loop, and the embeddings by a teacher or a guide."""
 
 import logging
 import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megabatch.cached import second_pass
 from megabatch.cached.replay import sample_seed
@@ -22,19 +22,18 @@ from megabatch.world import World, free_memory
 from megabatch_train import towers
 from megabatch_train.data import loader
 from megabatch_train.data.dataset import Dataset
-from megabatch_train.data.load import WithNegatives
 from megabatch_train.data.loader import Order
 from megabatch_train.data.resident import Resident
 from megabatch_train.data.tables import Table
-from megabatch_train.evaluation import evaluate
-from megabatch_train.machine import describe_device, peak_bytes
+from megabatch_train.evaluation import Evaluated, evaluate
+from megabatch_train.machine import StartClock, describe_device, peak_bytes
 from megabatch_train.names import format_row, sanitize
 from megabatch_train.towers.tokens import drop_patches
 from megabatch_train.towers.tower import SIDES, Pair, compiler_settings, warm_up, without_compiler
 from megabatch_train.trainer import run
 from megabatch_train.trainer.build import Utilization, allow_tf32, autocast, build, gather_parameters
 from megabatch_train.trainer.checkpoints import CheckpointError
-from megabatch_train.trainer.config import CONTRASTS, LossConfig, TrainConfig, reader_count
+from megabatch_train.trainer.config import MemoryConfig, TrainConfig, reader_count
 from megabatch_train.trainer.health import (
     Health,
     MissingNegatives,
@@ -45,68 +44,14 @@ from megabatch_train.trainer.health import (
     UnreadableSamples,
     record_signals,
 )
-from megabatch_train.trainer.loss import LossInputs, StoredEmbeddings
+from megabatch_train.trainer.loss import StoredEmbeddings, add_negatives, make_input_reader
 from megabatch_train.trainer.run import FROZEN, TEACHER, Observer, Observers, Run, load_newest
 from megabatch_train.trainer.stages import Stage, plan_stages
-from megabatch_train.trainer.step import Fit, NotFiniteError, Outcome, Step, StepInputs, choose_fit, repeat_inputs
+from megabatch_train.trainer.step import BatchReader, Fit, NotFiniteError, Outcome, Step, StepInputs, choose_fit, repeat_inputs
 from megabatch_train.trainer.storage import Storage, check_best
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Inputs of a loss in addition to the embeddings of a batch: hard negatives, labels, and embeddings by a teacher or a guide.
-
-_EXCLUDE_NEGATIVES = "ignore the hard negatives with --columns … negative= (without a name)"
-
-
-def add_negatives(config: LossConfig, dataset: Dataset, encoded: Sequence[int]) -> WithNegatives | None:
-    """Returns the data with its hard negatives, or None if it has none. Raises an error if the loss cannot use the data.
-
-    Args:
-        config: the settings of the loss.
-        dataset: the dataset of the pairs.
-        encoded: the sides that are encoded in each step.
-    """
-    if config.name == "sup_con" and dataset.label_column is None:
-        raise ValueError("the loss sup_con needs a table with a column of labels: --columns image=NAME text=NAME label=NAME")
-    columns = dataset.negative_columns
-    if not columns or not isinstance(dataset, Table):
-        return None
-    if config.name not in CONTRASTS or config.guide:
-        reason = f"the loss {config.name}" if config.name not in CONTRASTS else "a loss with a guide (loss.guide)"
-        raise ValueError(
-            f"the data has hard negatives in the column {columns[0]}, but {reason} cannot use them. Use --loss info_nce "
-            f"without loss.guide, or {_EXCLUDE_NEGATIVES}"
-        )
-    if 1 not in encoded:
-        raise ValueError(
-            f"the data has hard negatives in the column {columns[0]}, but the stored embeddings of a frozen second side do not "
-            f"include hard negatives. Use --set keep_frozen=false, or {_EXCLUDE_NEGATIVES}"
-        )
-    return WithNegatives(dataset)
-
-
-def make_input_reader(
-    config: LossConfig, dataset: Dataset, negatives: WithNegatives | None, embeddings: list[StoredEmbeddings] | None
-) -> Callable[[Tensor], LossInputs]:
-    """Returns a function from the indices of this rank's part of a batch, (n,), to the additional inputs of the loss.
-
-    Args:
-        config: the settings of the loss.
-        dataset: the dataset of the pairs.
-        negatives: the result of `add_negatives`.
-        embeddings: the embeddings that a teacher or a guide has computed for both sides (`embed_by_teacher`), or None.
-    """
-    labels = dataset if config.name == "sup_con" and isinstance(dataset, Table) else None
-
-    def inputs_of(indices: Tensor) -> LossInputs:
-        samples = indices.tolist()
-        return LossInputs(
-            None if labels is None else labels.labels(samples),
-            None if embeddings is None else (embeddings[0].rows(indices), embeddings[1].rows(indices)),
-            None if negatives is None else negatives.owners(samples),
-            None if negatives is None else negatives.negative_ids(samples),
-        )
-
-    return inputs_of
+# Embeddings by a teacher or a guide.
 
 
 def embed_by_teacher(
@@ -146,6 +91,19 @@ RECENT = 20  # number of last steps whose mean loss is compared between evaluati
 SAMPLES_REPEATED = 64  # number of samples that are repeated to a full chunk for the compiler
 
 
+def open_workers(
+    config: TrainConfig,
+    pair: Pair,
+    datasets: Sequence[Dataset],
+    world: World,
+    started: Sequence[loader.WorkerProcess] = (),
+) -> AbstractContextManager[int | Executor]:
+    """Returns a context with the data-loader workers of a run. `started` are processes of `loader.start_processes`."""
+    preparations = [getattr(tower.prepare, "__self__", tower.prepare) for tower in pair.towers]
+    count, processes = reader_count(config, world), world.device.type == "cuda"
+    return loader.open_readers(count, [*datasets, *preparations], processes=processes, started=started)
+
+
 class Trainer:
     """Trains a model on a dataset.
 
@@ -161,6 +119,8 @@ class Trainer:
         observers: the observers of the run. They are called only on the first rank.
         world: the ranks (default: only this process, on the CPU).
         command: the command line, which is recorded in the folder.
+        workers: the data-loader workers of `open_workers` (default: `fit` starts them, and ends them).
+        clock: a clock that measures the start of the run (default: a new clock).
     """
 
     def __init__(
@@ -174,8 +134,11 @@ class Trainer:
         observers: Sequence[Observer] = (),
         world: World | None = None,
         command: str = "",
+        workers: int | Executor | None = None,
+        clock: StartClock | None = None,
     ) -> None:
-        self.world = world or World(torch.device("cpu"))
+        self._start = clock or StartClock()
+        self.world, self._workers = world or World(torch.device("cpu")), workers
         self.config, self.pair, self.dataset = config.on(self.world.device), pair, dataset
         by_name = validation if isinstance(validation, Mapping) else {} if validation is None else {"": validation}
         self.validation = {name if number else "": data for number, (name, data) in enumerate(by_name.items())}
@@ -210,6 +173,7 @@ class Trainer:
         self._fit: Fit | None = None
         self._stored: dict[int, StoredEmbeddings] | None = None
         self._resident: Resident | None = None
+        self.evaluated: Evaluated | None = None  # embeddings of the first validation data by the saved weights, on rank 0
         self._losses: deque[float] = deque(maxlen=RECENT)
         self._health = Health(
             batch_size=min(stage.config.batch_size for stage in self.stages),
@@ -217,6 +181,7 @@ class Trainer:
             warm_up=config.schedule.warm_up(self.stages[0].schedule[1]),
             highest_rate=max(stage.rate for stage in self.stages),
         )
+        self._start.end_phase("optimizer")
 
     @property
     def step(self) -> int:
@@ -299,10 +264,11 @@ class Trainer:
         self.run.first_step = self.step
         self._storage.open()
         self._observers.start(self.run)
+        self._start.end_phase("folder")
         try:
             tf32 = allow_tf32(self.config.precision, self.world.device)
             compiler = compiler_settings() if self._trained.compiled else nullcontext()
-            with record_signals(end_at_second=self.world.size == 1) as stop, self._open_readers() as workers, tf32, compiler:
+            with record_signals(end_at_second=self.world.size == 1) as stop, self._open_workers() as workers, tf32, compiler:
                 checkpoint_error = None
                 try:
                     for stage in self.stages:
@@ -330,25 +296,32 @@ class Trainer:
             self._storage.log_best(result, self._recent_loss())
         return result
 
-    def _make_step(self, stage: Stage, workers: int | Executor) -> Step:
-        """Chooses chunk sizes, computes the embeddings of a teacher and a frozen side, and returns the training step."""
-        if self.step == 0:
-            self._seed(0)
-        elif self.step == stage.first:
-            self._fit = None  # the chunk sizes of the previous stage
-        modules, samples = self.pair.modules, partial(self._samples, stage)
+    def _make_reader(self, stage: Stage, workers: int | Executor) -> BatchReader:
         dataset = self._load_resident(workers)  # before chunks and graphs, which share the remaining memory
+        return BatchReader(self.config, dataset, stage.towers(self.pair), self._encoded, self.world, workers)
+
+    def _make_step(self, stage: Stage, reader: BatchReader) -> Step:
+        """Chooses chunk sizes, computes the embeddings of a teacher and a frozen side, and returns the training step."""
         if self._fit is None:
-            share = -(-stage.config.batch_size // self.world.size)
-            with without_compiler(modules), autocast(self.config.precision, self.world.device):
-                self._fit = choose_fit(self.config.memory, self.config.chunk_size, modules, samples, share, self.world)
+            self._fit = self._choose_fit(stage, self.config.memory)
             if self.config.chunk_size == "auto" and self.world.rank == 0:
                 by_tower = zip(self._fit.chunk_sizes, self.pair.towers, strict=True)
                 chunks = " and ".join(dict.fromkeys(f"{size:,} {tower.kind}s" for size, tower in by_tower))
-                LOG.info("%s", format_row("chunk size", chunks))
+                before = ", measured before on this GPU" if self._fit.is_reused else ""
+                LOG.info("%s", format_row("chunk size", f"{chunks}{before}"))
+            self._start.end_phase("chunk_size")
         if self._stored is None:
-            self._stored = self._embed_once(workers, self._fit)
-        return Step(self.config, self._trained, dataset, self._stored, self.world, self._fit, stage, workers)
+            self._stored = self._embed_once(reader.workers, self._fit)
+            self._start.end_phase("stored_embeddings")
+        measure = partial(self._choose_fit, stage, replace(self.config.memory, reuse=False))
+        return Step(self.config, self._trained, reader, self._stored, self.world, self._fit, stage, measure)
+
+    def _choose_fit(self, stage: Stage, memory: MemoryConfig) -> Fit:
+        config, modules, share = self.config, self.pair.modules, -(-stage.config.batch_size // self.world.size)
+        names = ("precision", "compile", "parallel", "model", "model_options", "lora")
+        about = {name: getattr(config, name) for name in names} | {"stage": (stage.image_size, stage.patch_dropout)}
+        with without_compiler(modules), autocast(config.precision, self.world.device):
+            return choose_fit(memory, config.chunk_size, modules, partial(self._samples, stage), share, self.world, about)
 
     def _embed_once(self, workers: int | Executor, fit: Fit) -> dict[int, StoredEmbeddings]:
         """Computes the embeddings of a teacher and of a frozen side. Returns the embeddings of the frozen side by its index."""
@@ -406,11 +379,17 @@ class Trainer:
         return {side: embeddings}
 
     def _train(self, stage: Stage, workers: int | Executor, stop: StopSignal) -> None:
-        step = self._make_step(stage, workers)
-        batches = map(step.prepare, stage.batches(self.step))
-        next_inputs = next(batches, None)
+        if self.step == 0:
+            self._seed(0)
+        elif self.step == stage.first:
+            self._fit = None  # the chunk sizes of the previous stage
+        reader = self._make_reader(stage, workers)
+        batches = map(reader.prepare, stage.batches(self.step))
+        next_inputs = next(batches, None)  # workers read the first batch while chunk sizes are chosen and towers are compiled
         try:
-            self._compile(stage, step.fit)  # while workers read the first batch
+            step = self._make_step(stage, reader)
+            self._compile(stage, step.fit)
+            self._start.end_phase("compilation")
             clock = Clock(self.world.device)
             with clock.activate():
                 while next_inputs is not None:
@@ -466,7 +445,7 @@ class Trainer:
         every = self.config.evaluate_every
         if self.validation and every and self.step % every == 0 and self.step < self.steps:
             with phase("evaluation"):  # the last evaluation follows after the loop
-                self._evaluate(step.workers)
+                self._evaluate(step.reader.workers)
 
     def _record(self, outcome: Outcome, epoch: int, rate: float, start: float, clock: Clock, utilization: Utilization) -> None:
         numbers = self.objective.numbers()  # waits for the device
@@ -499,6 +478,11 @@ class Trainer:
         for problem in problems if self.world.rank == 0 else ():
             LOG.warning("%s", problem)
         record |= {"problem": "; ".join(problems)} if problems else {}
+        if self.step == self.run.first_step + 1:
+            self._start.end_phase("first_step")
+            record["start"] = self._start.seconds
+            if self.world.rank == 0:
+                LOG.info("%s", format_row("start", self._start.describe()))
         self._observers.step(record)
 
     def _recent_loss(self) -> float | None:
@@ -513,14 +497,19 @@ class Trainer:
             chunk_size = 256 if self._fit is None else min(256, *self._fit.chunk_sizes)
             scale = self.objective.numbers()["scale"]
             for name, dataset in self.validation.items():
+                keep = self._keep_evaluated if self.step == self.steps and not name else None
                 metrics = evaluate(
-                    self.pair, dataset, scale=scale, chunk_size=chunk_size, workers=workers, group=self.world.group
+                    self.pair, dataset, scale=scale, chunk_size=chunk_size, workers=workers, group=self.world.group, keep=keep
                 )
                 result |= {f"{name}/{key}" if name else key: value for key, value in metrics.items()}
         self._observers.on_evaluation({"step": self.step, "evaluation": result})
         if self.config.evaluate_every and self.config.checkpoint.best != "none":
             self._storage.save_best(result, self._recent_loss())
         return result
+
+    def _keep_evaluated(self, evaluated: Evaluated) -> None:
+        if self.world.rank == 0:
+            self.evaluated = evaluated
 
     def describe_saved(self) -> str:
         """Returns a sentence about the weights and the checkpoint on disk, for a message after a failure."""
@@ -547,8 +536,7 @@ class Trainer:
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _open_readers(self) -> AbstractContextManager[int | Executor]:
-        datasets = [self.dataset, *self.validation.values()]
-        preparations = [getattr(tower.prepare, "__self__", tower.prepare) for tower in self.pair.towers]
-        count = reader_count(self.config, self.world)
-        return loader.open_readers(count, [*datasets, *preparations], processes=self.world.device.type == "cuda")
+    def _open_workers(self) -> AbstractContextManager[int | Executor]:
+        if self._workers is not None:
+            return nullcontext(self._workers)
+        return open_workers(self.config, self.pair, [self.dataset, *self.validation.values()], self.world)

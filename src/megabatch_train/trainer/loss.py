@@ -1,4 +1,4 @@
-"""Computes the training loss over the readable pairs of all ranks, and stores the embeddings of a frozen side."""
+"""Computes the training loss over the readable pairs of all ranks, reads its other inputs, and stores embeddings."""
 
 import logging
 import math
@@ -27,6 +27,8 @@ from megabatch.losses import (
 )
 from megabatch.world import World, is_sharded
 from megabatch_train.data.dataset import Dataset, count_others
+from megabatch_train.data.load import WithNegatives
+from megabatch_train.data.tables import Table
 from megabatch_train.evaluation.embedding import embed
 from megabatch_train.towers.tower import Pair
 from megabatch_train.trainer.config import CONTRASTS, LossConfig
@@ -315,3 +317,61 @@ def _is_readable(path: Path) -> bool:
     except Exception:  # the file is missing or damaged, so it is written again
         return False
     return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Inputs of a loss in addition to the embeddings of a batch: hard negatives, labels, and embeddings by a teacher or a guide.
+
+_EXCLUDE_NEGATIVES = "ignore the hard negatives with --columns … negative= (without a name)"
+
+
+def add_negatives(config: LossConfig, dataset: Dataset, encoded: Sequence[int]) -> WithNegatives | None:
+    """Returns the data with its hard negatives, or None if it has none. Raises an error if the loss cannot use the data.
+
+    Args:
+        config: the settings of the loss.
+        dataset: the dataset of the pairs.
+        encoded: the sides that are encoded in each step.
+    """
+    if config.name == "sup_con" and dataset.label_column is None:
+        raise ValueError("the loss sup_con needs a table with a column of labels: --columns image=NAME text=NAME label=NAME")
+    columns = dataset.negative_columns
+    if not columns or not isinstance(dataset, Table):
+        return None
+    if config.name not in CONTRASTS or config.guide:
+        reason = f"the loss {config.name}" if config.name not in CONTRASTS else "a loss with a guide (loss.guide)"
+        raise ValueError(
+            f"the data has hard negatives in the column {columns[0]}, but {reason} cannot use them. Use --loss info_nce "
+            f"without loss.guide, or {_EXCLUDE_NEGATIVES}"
+        )
+    if 1 not in encoded:
+        raise ValueError(
+            f"the data has hard negatives in the column {columns[0]}, but the stored embeddings of a frozen second side do not "
+            f"include hard negatives. Use --set keep_frozen=false, or {_EXCLUDE_NEGATIVES}"
+        )
+    return WithNegatives(dataset)
+
+
+def make_input_reader(
+    config: LossConfig, dataset: Dataset, negatives: WithNegatives | None, embeddings: list[StoredEmbeddings] | None
+) -> Callable[[Tensor], LossInputs]:
+    """Returns a function from the indices of this rank's part of a batch, (n,), to the additional inputs of the loss.
+
+    Args:
+        config: the settings of the loss.
+        dataset: the dataset of the pairs.
+        negatives: the result of `add_negatives`.
+        embeddings: the embeddings that a teacher or a guide has computed for both sides (`embed_by_teacher`), or None.
+    """
+    labels = dataset if config.name == "sup_con" and isinstance(dataset, Table) else None
+
+    def inputs_of(indices: Tensor) -> LossInputs:
+        samples = indices.tolist()
+        return LossInputs(
+            None if labels is None else labels.labels(samples),
+            None if embeddings is None else (embeddings[0].rows(indices), embeddings[1].rows(indices)),
+            None if negatives is None else negatives.owners(samples),
+            None if negatives is None else negatives.negative_ids(samples),
+        )
+
+    return inputs_of

@@ -367,6 +367,8 @@ class Observer(Protocol):
         phases are the seconds of this rank since the previous record: "data", "forward", "loss", "backward", "optimizer",
         "checkpoint", "evaluation" and "other".
 
+        The first record has "start", the seconds of each phase of the start of the run.
+
         "spread" and "advantage" describe the embeddings (health.py), and "problem" is a warning about this step. If the loss of
         a step is not finite, the record has only "step", "epoch", "loss" and "problem".
         """

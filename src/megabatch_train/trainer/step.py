@@ -1,30 +1,37 @@
 """One training step: forward and backward pass, averages over ranks, clipping and the optimizer. Also chooses chunk sizes."""
 
 import gc
+import hashlib
+import json
 import logging
 import math
+import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megabatch import file_io
 from megabatch.cached import HostSource, ReplaySource, Source, second_pass
 from megabatch.cached.second_pass import COPIES_OF_EMBEDDINGS
 from megabatch.cached.step import cached_backward
 from megabatch.cached.streaming import DATA, close_at_the_end, count_rows, map_rows, phase
 from megabatch.cached.tower import as_encoded, call
 from megabatch.world import World, available_memory, free_memory, is_sharded, local
+from megabatch_train.data import paths
 from megabatch_train.data.dataset import IMAGE, Dataset
 from megabatch_train.data.loader import Batch
-from megabatch_train.machine import ran_out_of_memory
+from megabatch_train.machine import VERSIONS_OF, describe_device, ran_out_of_memory, version
 from megabatch_train.towers.tokens import drop_patches
-from megabatch_train.towers.tower import forward_backward, set_checkpointing, use_evaluation_mode
+from megabatch_train.towers.tower import Tower, forward_backward, set_checkpointing, use_evaluation_mode
 from megabatch_train.trainer.build import RATE_SCALE, Trained, autocast
 from megabatch_train.trainer.config import MemoryConfig, TrainConfig
 from megabatch_train.trainer.health import PairStatistics, average_statistics
@@ -55,12 +62,65 @@ class Fit:
     chunk_sizes: tuple[int, ...]  # one for each side
     graph_bytes: int
     checkpointing: bool = False
+    is_reused: bool = False  # whether an earlier run measured the chunk sizes
 
     def halve(self) -> "Fit":
         """Returns a fit with half of the chunk sizes and half of the memory for graphs."""
         return replace(
             self, chunk_sizes=tuple(max(1, size // 2) for size in self.chunk_sizes), graph_bytes=self.graph_bytes // 2
         )
+
+
+# Chunk sizes that were measured are stored in the cache folder, one file for each combination of model, inputs, settings,
+# GPU and versions. The sizes depend on the free memory, too, so a file is valid only for a similar amount of free memory.
+
+CACHE = "chunk_sizes"  # folder in the cache folder
+SIMILAR = 0.1  # largest relative difference of two similar amounts of free memory
+
+
+def locate_sizes(about: Mapping[str, Any], modules: Sequence[nn.Module], inputs: Sequence[Any], world: World) -> Path:
+    """Returns the file with the chunk sizes of these towers, for inputs of these shapes, on the devices of these ranks."""
+    shapes: list[Any] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        shapes.append((tensor.dtype, tensor.shape[1:]))
+        return tensor
+
+    for side in inputs:
+        map_rows(add, side)
+    weights = [[(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()] for module in modules]
+    layers = re.sub(r" at 0x[0-9a-f]+", "", repr(list(modules)))  # without the addresses of functions
+    key = repr([dict(about), layers, weights, shapes, describe_device(world), [version(name) for name in VERSIONS_OF]])
+    return paths.folder() / CACHE / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def reuse_or_measure(
+    path: Path, budget: float, measure: Callable[[], tuple[list[int], bool]], world: World, *, reuse: bool
+) -> tuple[list[int], bool, bool]:
+    """Returns chunk sizes, whether to use activation checkpointing, and whether an earlier run measured both.
+
+    The result of `measure` is written to the file. The budget is the number of bytes that a chunk may use.
+    """
+    found = world.from_first(_read_sizes(path, budget) if reuse and world.rank == 0 else None)
+    if found is not None:
+        return *found, True
+    sizes, checkpointing = measure()
+    if world.rank == 0:
+        text = json.dumps({"chunk_sizes": sizes, "checkpointing": checkpointing, "budget": budget})
+        with suppress(OSError):  # the next run measures again
+            file_io.write(path, lambda file: file.write(text.encode()), durable=False)
+    return sizes, checkpointing, False
+
+
+def _read_sizes(path: Path, budget: float) -> tuple[list[int], bool] | None:
+    """Returns chunk sizes and activation checkpointing, or None if the file is missing, damaged or for another budget."""
+    try:
+        entry = json.loads(path.read_text("utf-8"))
+        sizes, checkpointing, before = entry["chunk_sizes"], entry["checkpointing"], entry["budget"]
+        is_valid = len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes) and type(checkpointing) is bool
+        return (sizes, checkpointing) if is_valid and abs(budget - before) <= SIMILAR * before else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def choose_fit(
@@ -70,6 +130,7 @@ def choose_fit(
     samples: Callable[[int, int], Any],
     pairs: int,
     world: World,
+    about: Mapping[str, Any] | None = None,
 ) -> Fit:
     """Chooses chunk sizes, memory for graphs and activation checkpointing. The result is the same on all ranks.
 
@@ -82,28 +143,37 @@ def choose_fit(
         samples: a function that takes a side and a number, and returns the inputs of that many samples.
         pairs: the number of pairs of a batch on this rank.
         world: the ranks.
+        about: settings of the towers that change the memory of a chunk. If given, measured chunk sizes are stored and reused.
     """
     free = free_memory(world.device) // (1 if world.device.type == "cuda" else world.local_size)
     free -= _count_later_bytes(modules, samples, pairs, world.device)
     graphs = max(0.0, config.graphs * free)
-    checkpointing = config.checkpointing == "on"
+    checkpointing, is_reused = config.checkpointing == "on", False
     set_checkpointing(modules, checkpointing)
     if isinstance(chunk_size, int):
         sizes = [chunk_size] * len(modules)
     elif world.device.type == "cuda":
-        with second_pass.preserve_generators([world.device]):
-            trials = [_Trial(module, samples(side, min(pairs, FIRST_TRIED)), world) for side, module in enumerate(modules)]
-            budget = int(config.chunk * free)
+        inputs = [samples(side, min(pairs, FIRST_TRIED)) for side in range(len(modules))]
+        budget = int(world.min([config.chunk * free])[0])
+
+        def measure() -> tuple[list[int], bool]:
+            trials = [_Trial(module, inputs[side], world) for side, module in enumerate(modules)]
             if config.checkpointing == "auto":
-                sizes, checkpointing = _choose_checkpointing(trials, modules, pairs, budget, graphs)
-                set_checkpointing(modules, checkpointing)
+                return _choose_checkpointing(trials, modules, pairs, budget, graphs)
+            return [largest_chunk(pairs, trial, budget) for trial in trials], checkpointing
+
+        with second_pass.preserve_generators([world.device]):
+            if about is None:
+                sizes, checkpointing = measure()
             else:
-                sizes = [largest_chunk(pairs, trial, budget) for trial in trials]
+                path = locate_sizes({**about, "memory": replace(config, reuse=True), "pairs": pairs}, modules, inputs, world)
+                sizes, checkpointing, is_reused = reuse_or_measure(path, budget, measure, world, reuse=config.reuse)
+        set_checkpointing(modules, checkpointing)
     else:
         sizes = [ON_CPU] * len(modules)
     sizes = [max(1, min(size, pairs)) for size in sizes]
     minima = world.min([*sizes, graphs])
-    return Fit(tuple(int(size) for size in minima[:-1]), int(minima[-1]), checkpointing)
+    return Fit(tuple(int(size) for size in minima[:-1]), int(minima[-1]), checkpointing, is_reused)
 
 
 def _count_later_bytes(
@@ -237,11 +307,6 @@ def repeat_inputs(inputs: Any, size: int) -> Any:
     return map_rows(lambda tensor: torch.cat([tensor] * times)[:size], inputs)
 
 
-def input_bytes(config: MemoryConfig, world: World) -> int:
-    """Returns the host memory for the samples of one batch on this rank. The next batch gets the same amount."""
-    return int(config.inputs * (available_memory() or 0) / world.local_size / 2)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Work between the backward pass and the optimizer: averages of gradients and statistics over ranks, and the gradient norm.
 
@@ -330,47 +395,40 @@ class Outcome(NamedTuple):
         return self.without_negatives == self.pairs
 
 
-@dataclass
-class Step:
-    """Makes one training step for each batch.
+@dataclass(frozen=True)
+class BatchReader:
+    """Reads the batches of a stage.
 
     Args:
         config: the settings of the run.
-        trained: the towers, the loss and the optimizer.
         dataset: the dataset of the pairs.
-        stored: the embeddings of a frozen side, by the index of the side.
+        towers: the towers of the stage.
+        sides: the sides that are encoded in each step.
         world: the ranks.
-        fit: the chunk sizes and the memory for graphs. They are halved if memory runs out.
-        stage: the stage of the run, which determines the image size and the patch dropout.
         workers: the data-loader workers, as in `ReplaySource`.
     """
 
     config: TrainConfig
-    trained: Trained
     dataset: Dataset
-    stored: dict[int, StoredEmbeddings]
+    towers: Sequence[Tower]
+    sides: Sequence[int]
     world: World
-    fit: Fit
-    stage: Stage
     workers: int | Executor = 0
 
-    def __post_init__(self) -> None:
-        """Collects the running statistics, and computes the host memory for the samples of a side."""
-        self._towers = self.stage.towers(self.trained.pair)
-        statistics = [second_pass.running_statistics(tower.module) for tower in self.trained.pair.towers]
-        self._statistics = list({id(value): value for side in statistics for value in side.values()}.values())
-        self._sides = [side for side in (0, 1) if side not in self.stored]
-        images = [side for side in self._sides if self.dataset.sides[side] == IMAGE]
-        self._hold = input_bytes(self.config.memory, self.world) // max(1, len(images))
+    @cached_property
+    def _hold(self) -> int:
+        """The host memory for the samples of a side of one batch, in bytes. The next batch gets the same amount."""
+        images = [side for side in self.sides if self.dataset.sides[side] == IMAGE]
+        return int(self.config.memory.inputs * (available_memory() or 0) / self.world.local_size / 2) // max(1, len(images))
 
     def prepare(self, batch: Batch) -> StepInputs:
         """Returns the inputs of a batch. Workers start to read them, so that they are ready when the step begins."""
         sources, tokens = {}, {}
-        for side in self._sides:
+        for side in self.sides:
             source = self.dataset.source(
                 batch.indices.tolist(),
                 side,
-                self._towers[side],
+                self.towers[side],
                 seed=self.config.seed,
                 epoch=batch.epoch,
                 augment=self.config.augment,
@@ -387,12 +445,50 @@ class Step:
                 tokens[side] = _start_in_thread(work) if isinstance(self.workers, Executor) else work
         return StepInputs(batch, sources, tokens)
 
+    def _tokens(self, source: ReplaySource, side: int) -> Source:
+        """Returns the texts of a batch as tokens. All texts are read at once, because a chunk has texts of similar length."""
+        chunks = source.chunks([(0, len(source))], None)
+        with close_at_the_end(chunks):
+            tokens = next(chunks)
+        lengths = self.towers[side].lengths
+        return HostSource(tokens, lengths=None if lengths is None else lengths(tokens))
+
+
+@dataclass
+class Step:
+    """Makes one training step for each batch.
+
+    Args:
+        config: the settings of the run.
+        trained: the towers, the loss and the optimizer.
+        reader: the reader of the batches.
+        stored: the embeddings of a frozen side, by the index of the side.
+        world: the ranks.
+        fit: the chunk sizes and the memory for graphs. They are halved if memory runs out.
+        stage: the stage of the run, which determines the image size and the patch dropout.
+        measure: a function that measures the chunk sizes, in case memory runs out with chunk sizes of an earlier run.
+    """
+
+    config: TrainConfig
+    trained: Trained
+    reader: BatchReader
+    stored: dict[int, StoredEmbeddings]
+    world: World
+    fit: Fit
+    stage: Stage
+    measure: Callable[[], Fit]
+
+    def __post_init__(self) -> None:
+        """Collects the running statistics."""
+        statistics = [second_pass.running_statistics(tower.module) for tower in self.trained.pair.towers]
+        self._statistics = list({id(value): value for side in statistics for value in side.values()}.values())
+
     def __call__(self, inputs: StepInputs, rate: float) -> Outcome:
         """Makes one step with this rank's part of a batch."""
         batch = inputs.batch
         for group in self.trained.optimizer.param_groups:
             group["lr"] = rate * group.get(RATE_SCALE, 1.0)
-        sources = [self._source(inputs, side) for side in self._sides]
+        sources = [self._source(inputs, side) for side in self.reader.sides]
         outcome = self._retry(lambda: self._backward(batch, sources))
         if outcome.is_skipped:
             if outcome.pairs == 0:
@@ -405,31 +501,23 @@ class Step:
 
     def _source(self, inputs: StepInputs, side: int) -> Source:
         if side not in inputs.tokens:
-            batch, patches, seed = inputs.batch, self._towers[side].patches, self.config.seed
+            batch, patches, seed = inputs.batch, self.reader.towers[side].patches, self.config.seed
             of_sample = {"seed": seed, "epoch": batch.epoch, "side": side}
             return drop_patches(inputs.sources[side], patches, self.stage.patch_dropout, batch.indices.tolist(), **of_sample)
         with phase(DATA):
             return inputs.tokens[side]()
 
-    def _tokens(self, source: ReplaySource, side: int) -> Source:
-        """Returns the texts of a batch as tokens. All texts are read at once, because a chunk has texts of similar length."""
-        chunks = source.chunks([(0, len(source))], None)
-        with close_at_the_end(chunks):
-            tokens = next(chunks)
-        lengths = self.trained.pair.towers[side].lengths
-        return HostSource(tokens, lengths=None if lengths is None else lengths(tokens))
-
     def _backward(self, batch: Batch, sources: Sequence[Source]) -> Outcome:
         indices = batch.indices.tolist()
         stored = {side: embeddings.rows(batch.indices).to(self.world.device) for side, embeddings in self.stored.items()}
-        ids = self.dataset.ids(indices) if self.config.loss.ids else None
-        usable = partial(self.dataset.usable, indices)
+        ids = self.reader.dataset.ids(indices) if self.config.loss.ids else None
+        usable = partial(self.reader.dataset.usable, indices)
         loss_fn = ReadablePairs(self.trained.objective, self.world, usable, ids, stored, batch.indices)
         with autocast(self.config.precision, self.world.device):
             share = cached_backward(
                 loss_fn,
-                [(self.trained.wrapped[side], source) for side, source in zip(self._sides, sources, strict=True)],
-                chunk_size=[self.fit.chunk_sizes[side] for side in self._sides],
+                [(self.trained.wrapped[side], source) for side, source in zip(self.reader.sides, sources, strict=True)],
+                chunk_size=[self.fit.chunk_sizes[side] for side in self.reader.sides],
                 budget=self.fit.graph_bytes,
                 scaler=self.trained.scaler,
             )
@@ -462,11 +550,11 @@ class Step:
             second_pass.restore_generators(states)
             for statistic, before in zip(self._statistics, statistics, strict=True):
                 statistic.copy_(before)  # the chunks before the failure have updated the statistic
-            self.fit = self.fit.halve()
-            LOG.warning("memory ran out, so the step is repeated with chunks of %s samples", self.fit.chunk_sizes)
             if self.world.device.type == "cuda":
                 gc.collect()  # frees tensors in frames of other threads
                 torch.cuda.empty_cache()
+            self.fit = self.measure() if self.fit.is_reused else self.fit.halve()
+            LOG.warning("memory ran out, so the step is repeated with chunks of %s samples", self.fit.chunk_sizes)
 
     def _update(self, loss: float, step: int) -> float:
         optimizer, scaler = self.trained.optimizer, self.trained.scaler
