@@ -417,7 +417,7 @@ def write_card(
         step: step of the weights (default: last step of the run).
         name: name on the hub (default: name of the folder).
     """
-    parts = [_card_header(pair, form), f"# {(name or folder.resolve().name).rpartition('/')[2]}", _card_about(pair, run)]
+    parts = [_card_header(pair, form), f"# {(name or folder.resolve().name).rpartition('/')[2]}", _card_about(pair, form, run)]
     parts += ["## Use", *_card_use(pair, form, name or str(folder), on_hub=name is not None)]
     if run is not None:
         parts += _card_run(results.read_run(run), folder, step)
@@ -437,12 +437,22 @@ def _card_header(pair: Pair, form: str) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _card_about(pair: Pair, run: Path | None) -> str:
+def _card_about(pair: Pair, form: str, run: Path | None) -> str:
     sides = " and ".join(dict.fromkeys(f"{tower.kind}s" for tower in pair.towers))
     bias = "" if pair.logit_bias is None else f" and adds {tables.short(pair.logit_bias)}"
     sentences = (
         f"Towers: `{_public_name(pair)}`. Embeddings of {sides} have unit length, and their similarity is the inner product."
     )
+    encoder = pair.second.module
+    if (
+        isinstance(encoder, TextEncoder)
+        and form == "hf"
+        and not encoder.files.normalize
+        and pair.first.kind == pair.second.kind
+    ):
+        sentences += (
+            " SentenceTransformer returns them without unit length, because the original model has no Normalize module."
+        )
     loss_sentence = f"The loss multiplies similarities by {tables.short(pair.logit_scale)}{bias}."
     return " ".join([sentences, loss_sentence, *(["The model was trained with megabatch."] if run is not None else [])])
 

@@ -8,6 +8,7 @@ import torch
 import sentences
 from megabatch_train import towers
 from megabatch_train.evaluation import encode
+from megabatch_train.export import export
 from megabatch_train.towers.sentence_transformer import ABOUT, MODULES, POOLINGS, TEXTS, SentenceModelError, read
 
 TEXTS_OF = ["bat cog dip", "fun", "gat gog gip gun bat bog bip bun cat cog"]
@@ -24,7 +25,7 @@ def encoder(tmp_path_factory):
     return folder
 
 
-def library(encoder, folder, *layers, pooling="mean", include_prompt=True, longest=8, **options):
+def library(encoder, folder, *layers, pooling="mean", include_prompt=True, longest=8, normalize=True, **options):
     """A model of the library, which is also saved into the folder."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
@@ -32,9 +33,8 @@ def library(encoder, folder, *layers, pooling="mean", include_prompt=True, longe
     torch.manual_seed(1)
     transformer = Transformer(str(encoder), max_seq_length=longest)
     pooled = Pooling(16, NAMES.get(pooling, pooling), include_prompt=include_prompt)
-    made = SentenceTransformer(
-        modules=[transformer, pooled, *(layer() for layer in layers), Normalize()], device="cpu", **options
-    )
+    last = [Normalize()] if normalize else []
+    made = SentenceTransformer(modules=[transformer, pooled, *(layer() for layer in layers), *last], device="cpu", **options)
     made.save_pretrained(str(folder))
     return made
 
@@ -118,6 +118,54 @@ def test_the_files_of_old_versions(encoder, tmp_path):
     wanted = [model.encode(TEXTS_OF), model.encode(TEXTS_OF, prompt="dog ")]
     for tower, embeddings in zip(pair.towers, wanted, strict=True):
         torch.testing.assert_close(encode(tower, TEXTS_OF), torch.as_tensor(embeddings), rtol=0, atol=1e-6)
+
+
+OTHER_PROMPTS = {"query": "bun gun ", "passage": "dog ", "topic": "fun "}
+
+
+@pytest.mark.parametrize("prompts", [OTHER_PROMPTS, {"topic": "fun "}], ids=["query", "default"])
+def test_modules_and_prompts_of_other_names_survive_training_and_export(encoder, tmp_path, prompts):
+    """A model whose embeddings do not have unit length keeps their length, in the run, after continuing and in the export."""
+    options = {"prompts": prompts, "default_prompt_name": "topic", "similarity_fn_name": "cosine"}
+    model = library(encoder, tmp_path / "model", dense, normalize=False, **options)
+    written = json.loads((tmp_path / "model" / ABOUT).read_text())
+    pair = towers.load(f"hf:{tmp_path / 'model'}", ("text", "text"))
+    with torch.no_grad():
+        for parameter in pair.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
+    found = [encode(tower, TEXTS_OF) for tower in pair.towers]
+    assert not torch.equal(found[0], found[1]) or "query" not in prompts
+    towers.save(pair, tmp_path / "run")
+    export(towers.load_saved(tmp_path / "run"), "hf", tmp_path / "export")
+    export(towers.load(f"hf:{tmp_path / 'export'}", ("text", "text")), "hf", tmp_path / "again")
+    for folder in ("run", "export", "again"):
+        about = json.loads((tmp_path / folder / ABOUT).read_text())
+        documents = {"document": prompts["passage"]} if "passage" in prompts else {}
+        both = {} if documents else {"query": "fun ", "document": "fun "}
+        assert about == {key: written[key] for key in about} | {"prompts": prompts | documents | both}
+        other = type(model)(str(tmp_path / folder), device="cpu")
+        assert [type(part) for part in other] == [type(part) for part in model]
+        embeddings = torch.as_tensor(other.encode_query(TEXTS_OF)), torch.as_tensor(other.encode_document(TEXTS_OF))
+        for ours, theirs in zip(found, embeddings, strict=True):
+            assert ((theirs.norm(dim=1) - 1).abs() > 1e-2).all()
+            torch.testing.assert_close(ours, torch.nn.functional.normalize(theirs, dim=1), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            torch.as_tensor(other.encode(TEXTS_OF, prompt_name="topic")), torch.as_tensor(other.encode(TEXTS_OF))
+        )
+
+
+@pytest.mark.parametrize("changed", [("", ""), ("gip ", ""), ("", "gip "), ("gip ", "bog ")])
+@pytest.mark.parametrize("prompts", [OTHER_PROMPTS, {"topic": "fun "}], ids=["query", "default"])
+def test_changed_prompts_are_in_the_files(encoder, tmp_path, prompts, changed):
+    model = library(encoder, tmp_path / "model", prompts=prompts, default_prompt_name="topic")
+    pair = towers.load(
+        f"hf:{tmp_path / 'model'}", ("text", "text"), **dict(zip(("query_prompt", "document_prompt"), changed, strict=True))
+    )
+    towers.save(pair, tmp_path / "run")
+    compare(pair, type(model)(str(tmp_path / "run"), device="cpu"))
+    again = towers.load(f"hf:{tmp_path / 'run'}", ("text", "text"))
+    assert (again.options.get("query_prompt", ""), again.options.get("document_prompt", "")) == changed
+    assert json.loads((tmp_path / "run" / ABOUT).read_text())["prompts"]["topic"] == "fun "
 
 
 def test_the_prompts_of_both_sides():

@@ -43,6 +43,7 @@ from megabatch_train.towers.sentence_transformer import (
     MEAN,
     POOLINGS,
     DenseLayer,
+    FileOptions,
     LayerConfig,
     SentenceModel,
     UnitLength,
@@ -69,6 +70,7 @@ class TextEncoder(nn.Module):
             token depends on the whole text.
         include_prompt: whether the tokens of a prompt are pooled too.
         packed: whether texts are encoded without padding (`Packed`).
+        files: contents of the files of a sentence-transformers model that a saved model keeps.
     """
 
     def __init__(self, model: Any, dim: int | None = None, layers: Sequence[LayerConfig] = ()) -> None:
@@ -81,6 +83,7 @@ class TextEncoder(nn.Module):
         self.pooling = LAST if self.causal else MEAN
         self.include_prompt = True
         self.packed = False
+        self.files = FileOptions()
         self._takes = set(inspect.signature(model.forward).parameters) if self.causal else set()
 
     def forward(  # (n, T) each -> (n, D)
@@ -211,6 +214,7 @@ def _apply_sentence_model(pair: Pair, model: SentenceModel | None) -> Pair:
     if model is None:
         return pair
     encoder, texts = _text_parts(pair.second)
+    encoder.files = model.files
     if model.lowercase:
         texts.lowercase()
     options: dict[str, Any] = {"pooling": model.pooling, "max_length": texts.limit(encoder.model.config, model.max_length)}
@@ -312,13 +316,14 @@ def describe(pair: Pair, folder: Path, weights: Mapping[str, Tensor]) -> None:
     encoder, texts = _text_parts(pair.second)
     if not isinstance(texts, TokenInputs):
         return
-    layers = layer_configs(encoder)
+    layers, files = layer_configs(encoder), encoder.files
     tensors = {name.removeprefix("layers."): value for name, value in weights.items() if name.startswith("layers.")}
     if isinstance(encoder.head, nn.Linear):
         tensors[f"{len(layers)}.linear.weight"] = weights["head.weight"]
         layers.append(LayerConfig("Dense", encoder.head.in_features, encoder.head.out_features, False, "Identity"))
+        files = replace(files, normalize=True, similarity="cosine")  # similarities to images are inner products
     prompts = (pair.options.get("query_prompt", ""), pair.options.get("document_prompt", ""))
-    model = SentenceModel(encoder.pooling, encoder.include_prompt, tuple(layers), tensors, prompts)
+    model = SentenceModel(encoder.pooling, encoder.include_prompt, tuple(layers), tensors, prompts, files=files)
     sentence_transformer.write(folder, encoder.model.config.hidden_size, texts.longest, model)
 
 

@@ -20,7 +20,7 @@ from megabatch_train import settings
 from megabatch_train.data.dataset import IMAGE, TEXT
 from megabatch_train.names import MODELS, nearest
 from megabatch_train.towers import huggingface, huggingface_inputs, lora, open_clip, small
-from megabatch_train.towers.sentence_transformer import LayerConfig, write_tensors
+from megabatch_train.towers.sentence_transformer import FileOptions, LayerConfig, write_tensors
 from megabatch_train.towers.tokens import TokenSizes, check_dropout
 from megabatch_train.towers.tower import SIDES, LoraConfig, Pair
 
@@ -216,6 +216,7 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
             "logit_scale": pair.logit_scale,
             "logit_bias": pair.logit_bias,
             "layers": huggingface.layer_configs(pair.second.module),
+            "sentence_transformer": getattr(pair.second.module, "files", None),
             "bases": list_bases(pair.name, place) if pair.base_is_elsewhere else {},
             "frozen": _dtype_of_frozen(pair),
             "lora": dataclasses.asdict(pair.lora) if pair.lora is not None and not pair.lora.merge else None,
@@ -294,6 +295,8 @@ def _build(description: dict[str, Any], place: Path) -> Pair:
             folders = [place / side for side in sides]
             layers = [settings.build(LayerConfig, layer) for layer in description.get("layers", ())]
             pair = huggingface.load_folders(description["name"], folders, adapters, layers)
+            if isinstance(pair.second.module, huggingface.TextEncoder) and (files := description.get("sentence_transformer")):
+                pair.second.module.files = settings.build(FileOptions, files)
         return _with_options(pair, description["options"])
     return load(description["name"], tuple(description["kinds"]), **description["options"])
 

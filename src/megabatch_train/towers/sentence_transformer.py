@@ -144,6 +144,16 @@ class UnitLength(nn.Module):
 
 
 @dataclass(frozen=True)
+class FileOptions:
+    """Contents of the files that do not change the embeddings of megabatch. A saved model has the same contents."""
+
+    normalize: bool = True  # whether the last module is Normalize
+    similarity: str | None = "cosine"  # `similarity_fn_name`
+    prompts: dict[str, str] = field(default_factory=dict)  # prompts by name, including other names than query and document
+    default_prompt: str | None = None  # `default_prompt_name`
+
+
+@dataclass(frozen=True)
 class SentenceModel:
     """The description of a model in the files of a folder."""
 
@@ -155,6 +165,7 @@ class SentenceModel:
     max_length: int | None = None  # maximum number of tokens; None if only the tokenizer limits them
     lowercase: bool = False  # whether texts are converted to lower case before the tokenizer
     subfolder: str = ""  # subfolder of the transformer
+    files: FileOptions = field(default_factory=FileOptions)
 
 
 def read(name: str | Path, *, offline: bool = False) -> SentenceModel | None:
@@ -175,9 +186,10 @@ def read(name: str | Path, *, offline: bool = False) -> SentenceModel | None:
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise SentenceModelError(f"{source} must begin with the modules Transformer and Pooling, got {', '.join(kinds)}")
     layers, weights = _layers(source, kinds[2:], modules[2:])
-    if layers and layers[-1].kind == "Normalize":
+    similarity = about.get("similarity_fn_name")
+    if normalize := bool(layers) and layers[-1].kind == "Normalize":
         layers = layers[:-1]
-    elif (similarity := about.get("similarity_fn_name")) not in (None, "cosine"):
+    elif similarity not in (None, "cosine"):
         raise SentenceModelError(
             f"{source} must end with a Normalize module or have cosine similarity, got {similarity!r} without Normalize: "
             "embeddings of megabatch have unit length"
@@ -198,6 +210,7 @@ def read(name: str | Path, *, offline: bool = False) -> SentenceModel | None:
         texts.get("max_seq_length"),
         bool(texts.get("do_lower_case", False)),
         subfolder,
+        FileOptions(normalize, similarity, dict(about.get("prompts") or {}), about.get("default_prompt_name")),
     )
 
 
@@ -351,7 +364,8 @@ def write(folder: Path, dim: int, longest: int, model: SentenceModel) -> None:
         dense: dict[str, Any] = {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias}
         dense["activation_function"] = f"torch.nn.modules.{kind}"
         modules.append((layer.kind, dense if layer.kind == "Dense" else {}))
-    modules.append(("Normalize", {}))
+    if model.files.normalize:
+        modules.append(("Normalize", {}))
     described = []
     for number, (name, config) in enumerate(modules):
         path = f"{number}_{name}" if config is not None else ""
@@ -362,10 +376,22 @@ def write(folder: Path, dim: int, longest: int, model: SentenceModel) -> None:
             prefix = f"{number - 2}."
             own = {key.removeprefix(prefix): value for key, value in model.weights.items() if key.startswith(prefix)}
             write_tensors(folder / path / "model.safetensors", own)
-    prompts = {name: prompt for name, prompt in zip(("query", "document"), model.prompts, strict=True) if prompt}
     _write(folder / TEXTS, {"max_seq_length": longest, "do_lower_case": False})
-    _write(folder / ABOUT, {"prompts": prompts, "similarity_fn_name": "cosine"})
+    _write(folder / ABOUT, {**_collect_prompts(model), "similarity_fn_name": model.files.similarity})
     _write(folder / MODULES, described)
+
+
+def _collect_prompts(model: SentenceModel) -> dict[str, Any]:
+    """Returns the prompts by name and the name of the default prompt, so that `_prompts` returns the prompts of the model.
+
+    The prompts of queries and documents are always written, because versions of sentence-transformers differ in the prompt that
+    replaces a missing one.
+    """
+    query, document = model.prompts
+    names = ("document", *(name for name in _DOCUMENT_PROMPTS if name in model.files.prompts))
+    prompts = {**model.files.prompts, "query": query, **dict.fromkeys(names, document)}
+    default = model.files.default_prompt if query or document else None  # it would apply to both sides
+    return {"prompts": prompts, "default_prompt_name": default}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
