@@ -282,9 +282,15 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, slow_disk):
 
 
 def test_the_next_checkpoint_waits_for_the_one_before(tmp_path, slow_disk):
-    timer = threading.Timer(0.5, slow_disk.set)
-    timer.start()
-    memory = runs.Memory()
+    timer = threading.Timer(1.5, slow_disk.set)
+
+    class Memory(runs.Memory):
+        def step(self, record):
+            super().step(record)
+            if record["step"] == 1:  # its checkpoint is being written
+                timer.start()
+
+    memory = Memory()
     runs.trainer(tmp_path, {"steps": 3, "checkpoint": {"every": 1, "keep": 9}}, observers=[memory]).fit()
     timer.join()
     names = [path.name for path in memory.files]
