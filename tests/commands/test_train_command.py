@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import word_pairs
+from helpers import PATIENCE
 from megabatch_train import cli, settings, towers
 from megabatch_train.commands import train
 from megabatch_train.data import load as data
@@ -55,17 +57,29 @@ def test_workers_start_before_data_and_model_are_loaded(pairs, monkeypatch):
 
         monkeypatch.setattr(owner, name, call)
 
-    events = []
+    def load_data(*args, **options):
+        assert imported.wait(PATIENCE)  # another thread imports the packages of the model
+        events.append("data")
+        return load(*args, **options)
+
+    def import_packages(names):
+        assert threading.current_thread() is not threading.main_thread()
+        assert names == ("open_clip",)
+        imported.set()
+
+    events, imported, load = [], threading.Event(), data.load
+    monkeypatch.setattr(data, "load", load_data)
+    monkeypatch.setattr(loader, "import_packages", import_packages)
+    monkeypatch.setitem(train.PACKAGES, "small", ("open_clip",))
     for owner, name in (
         (loader, "start_processes"),
-        (data, "load"),
         (towers, "load"),
         (loader, "open_readers"),
         (loop, "build"),
     ):
         watch(owner, name)
     assert call("--steps", "1", "--no-report") == 0
-    assert events == ["start_processes", "load", "load", "open_readers", "build"]
+    assert events == ["start_processes", "data", "load", "open_readers", "build"]
 
 
 def test_the_phases_of_a_start_are_told_and_stored(pairs, caplog):

@@ -86,6 +86,14 @@ def test_processes_that_were_started_early_become_workers():
     assert started[1]._process.poll() is not None  # nobody used it
 
 
+def test_processes_import_packages_before_they_get_work():
+    packages = ["colorsys", "no.such.package"]
+    with start_processes(1, packages) as started, open_readers(1, [], processes=True, started=started) as executor:
+        assert executor.submit(eval, "'colorsys' in __import__('sys').modules").result()
+    with open_readers(1, [], processes=True) as executor:
+        assert not executor.submit(eval, "'colorsys' in __import__('sys').modules").result()
+
+
 def test_workers_are_started_beyond_those_that_run():
     with start_processes(1) as started, open_readers(2, [], processes=True, started=started) as executor:
         assert len(executor._processes) == 2

@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,6 +47,7 @@ LOG = logging.getLogger("megabatch")
 PROBLEMS_NAMED = 5  # largest number of problems that are logged for the data
 FAILED = 3  # exit status of a run that failed or did not learn
 AUTO = "auto"
+PACKAGES = {"open_clip": ("open_clip",), "hf": ("transformers",), "hf-config": ("transformers",)}  # by the prefix of a model
 TUNED = "a model with weights"  # trainer/config.py defines its defaults
 DESCRIPTION = """
 Trains two encoders (towers) with a contrastive loss, which makes each sample similar to its match.
@@ -222,7 +224,8 @@ def run(args: argparse.Namespace) -> int:
         _check_writable(folder, world, args.resume)
         folder = _lock_folder(folder, world, args, stack)
         count = configs.reader_count(config, world) if world.device.type == "cuda" else 0
-        started = stack.enter_context(loader.start_processes(count))  # they import their packages while the data is loaded
+        packages = ["megabatch_train.towers", *_packages_of(config.model)]
+        started = stack.enter_context(loader.start_processes(count, packages))
         clock.end_phase("imports")
         trainer = _build_trainer(config, folder, world, observers, started, stack, clock)
         _resume(trainer, args.resume, checkpoint)
@@ -392,14 +395,17 @@ def _build_trainer(
     from megabatch.cached import second_pass
     from megabatch_train import towers
     from megabatch_train.data import load as data
+    from megabatch_train.data.loader import import_packages
     from megabatch_train.towers.models import image_size
     from megabatch_train.trainer.loop import Trainer, open_workers
 
     second_pass.seed_host(config.seed)
     size = image_size(config.model, config.model_options)
     split = "train" if config.holdout else None
-    dataset = data.load(config.data, split, size=size, holdout=config.holdout, **config.data_options)
-    validation = _load_validation(config, size)
+    with ThreadPoolExecutor(1, thread_name_prefix="megabatch-import") as executor:
+        executor.submit(import_packages, _packages_of(config.model))  # while the data is loaded
+        dataset = data.load(config.data, split, size=size, holdout=config.holdout, **config.data_options)
+        validation = _load_validation(config, size)
     clock.end_phase("data")
     pair = towers.load(config.model, dataset.sides, lora=config.lora, **config.model_options)
     clock.end_phase("model")
@@ -419,6 +425,11 @@ def _build_trainer(
         workers=workers,
         clock=clock,
     )
+
+
+def _packages_of(model: str) -> Sequence[str]:
+    """Returns the packages that a model needs, by the prefix of its name."""
+    return PACKAGES.get(model.partition(":")[0], ())
 
 
 def _log_problems(problems: Sequence[str]) -> None:

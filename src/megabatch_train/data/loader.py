@@ -1,6 +1,7 @@
 """The batches of a run, and the processes that read their samples."""
 
 import ctypes
+import importlib
 import io
 import logging
 import math
@@ -183,12 +184,16 @@ _LENGTH = struct.Struct("<Q")  # length of the pickled part of a message
 
 
 @contextmanager
-def start_processes(count: int) -> Iterator["list[WorkerProcess]"]:
-    """Starts worker processes for `open_readers`, which import their packages while the program loads a model and data.
+def start_processes(count: int, packages: Sequence[str] = ()) -> Iterator["list[WorkerProcess]"]:
+    """Starts worker processes for `open_readers`, which import packages while the program loads a model and data.
 
     Processes that are not used are ended at the end of the context.
+
+    Args:
+        count: number of processes.
+        packages: packages of the objects that the processes will get. Packages that cannot be imported are skipped.
     """
-    processes = [WorkerProcess() for _ in range(count)]
+    processes = [WorkerProcess(packages) for _ in range(count)]
     try:
         yield processes
     finally:
@@ -280,9 +285,9 @@ class ReaderProcesses(ThreadPoolExecutor):
 
 
 class WorkerProcess:
-    """One worker: a Python process and the socket to it. It imports its packages before it has a task."""
+    """One worker: a Python process and the socket to it. It imports these packages before it has a task."""
 
-    def __init__(self) -> None:
+    def __init__(self, packages: Sequence[str] = ()) -> None:
         self.connection, worker_end = socket.socketpair()
         for end in (self.connection, worker_end):
             end.settimeout(None)  # the program can have set a default timeout
@@ -291,7 +296,8 @@ class WorkerProcess:
         self._problem: str | None = None
         settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
         environment = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        program = f"import os; os.nice({NICENESS}); from megabatch_train.data.loader import serve; serve({worker_end.fileno()})"
+        serve = f"from megabatch_train.data.loader import serve; serve({worker_end.fileno()}, {list(packages)})"
+        program = f"import os; os.nice({NICENESS}); {serve}"
         self._process = subprocess.Popen(
             [sys.executable, "-c", program], pass_fds=[worker_end.fileno()], env=environment, start_new_session=True
         )
@@ -339,10 +345,18 @@ def _do_nothing() -> None:
     """Does nothing. As the first task of a process, it makes the process load the shared objects."""
 
 
-def serve(number: int) -> None:
+def import_packages(packages: Sequence[str]) -> None:
+    """Imports packages early. If one cannot be imported, the code that needs it raises the error."""
+    for name in packages:
+        with suppress(Exception):
+            importlib.import_module(name)
+
+
+def serve(number: int, packages: Sequence[str] = ()) -> None:
     """Runs a worker: answers tasks from the socket with this file descriptor until the socket is closed."""
     torch.set_num_threads(1)
     connection = socket.socket(fileno=number)
+    import_packages(packages)
     memory, shared = _Memory(pinned=False), list[Any]()
 
     def introduce(objects: list[Any]) -> None:
