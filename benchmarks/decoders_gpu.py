@@ -60,7 +60,7 @@ from megabatch_train.bench.measure import (
 )
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell, gib, ratio
-from megabatch_train.towers.huggingface import TextEncoder
+from megabatch_train.towers.sentence_transformer import TextEncoder
 
 CHECK, CHECK_TOKENS, TOLERANCE = (
     12,

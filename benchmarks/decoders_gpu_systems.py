@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import megabatch as mb
 from megabatch.cached import Budget
-from megabatch_train.towers.huggingface import TextEncoder
 from megabatch_train.towers.lora import inject
+from megabatch_train.towers.sentence_transformer import TextEncoder
 from megabatch_train.towers.tower import LoraConfig, compile_layers, compiler_settings, layers
 
 SCALE, RANK = 20.0, 16

@@ -22,11 +22,11 @@ from megabatch_train.display.report import setting
 from megabatch_train.evaluation import results
 from megabatch_train.names import sanitize
 from megabatch_train.towers import Pair, Tower, huggingface, lora, models, open_clip
-from megabatch_train.towers.huggingface import TextEncoder
+from megabatch_train.towers.huggingface import PairEncoder
 from megabatch_train.towers.huggingface_inputs import HashedWords, ImageInputs, TokenInputs
 from megabatch_train.towers.models import TEXT_OPTIONS
 from megabatch_train.towers.open_clip import TOLERANCE
-from megabatch_train.towers.sentence_transformer import write_tensors
+from megabatch_train.towers.sentence_transformer import TextEncoder, write_tensors
 from megabatch_train.towers.tower import sample_inputs
 
 LOG = logging.getLogger("megabatch")
@@ -41,6 +41,11 @@ def export_onnx(pair: Pair, folder: Path) -> None:
     """Writes the ONNX files and the files of the preprocessing. Compares embeddings if onnxruntime is installed."""
     for module in ("onnx", "onnxscript"):
         extras.load(module, purpose=_PURPOSE)
+    if getattr(pair.first.module, "takes_patches", False):
+        raise ValueError(
+            f"--to onnx needs a model that takes images as pixels, got {pair.name!r}, which takes patches, and whose code "
+            "depends on the number of patches; --to hf supports it"
+        )
     if any(getattr(getattr(tower.collate, "__self__", None), "prompt_tokens", None) is not None for tower in pair.towers):
         raise ValueError(
             "--to onnx needs a model that pools all tokens, got model_options.include_prompt = false, with which pooling "
@@ -119,12 +124,12 @@ class _Preprocessing(NamedTuple):
 
 _TOKENS = _Preprocessing(
     ("from transformers import AutoTokenizer",),
-    'tokenizer = AutoTokenizer.from_pretrained(folder$place, padding_side="right")',
+    "tokenizer = AutoTokenizer.from_pretrained(folder$place, padding_side=$side)",
     """
 def embed_texts(texts, prompt=$prompt):
     texts = [prompt + text for text in texts]
-    tokens = tokenizer(texts, padding=True, truncation=True, max_length=$longest, return_tensors="np")
-    inputs = {name: tokens[name].astype("int64") for name in ("input_ids", "attention_mask")}
+    tokens = tokenizer(texts, padding=$padding, truncation=True, max_length=$longest, return_tensors="np")
+    inputs = {name: tokens[name].astype("int64") for name in $names}
     return text_session.run(None, inputs)[0]
 """,
 )
@@ -169,7 +174,7 @@ _IMAGES = _Preprocessing(
         *("import numpy", "import torch", "from transformers import AutoConfig"),
         "from megabatch_train.towers.huggingface_inputs import ImageInputs",
     ),
-    "processor = ImageInputs(AutoConfig.from_pretrained(folder$place), None)",
+    "processor = ImageInputs(AutoConfig.from_pretrained(folder$place)$part, None)",
     """
 def embed_images(images):
     pixels = [torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1) for image in images]
@@ -240,14 +245,22 @@ def _choose_code(pair: Pair, tower: Tower) -> tuple[_Preprocessing, dict[str, An
         model: Any = module.get_submodule("model")
         return (_CLIP_IMAGES if tower.kind == IMAGE else _CLIP_TEXTS), fields | {"size": repr(model.visual.image_size)}
     if isinstance(preparation, TokenInputs):
-        return _TOKENS, fields | {"longest": preparation.longest}
+        return _TOKENS, fields | _describe_tokens(preparation)
     if isinstance(preparation, HashedWords):
         return _WORDS, fields | {"longest": preparation.longest, "vocabulary": preparation.vocabulary}
     if isinstance(preparation, ImageInputs):
-        return (_IMAGES if preparation.processor is None else _PROCESSOR), fields
+        part = ".vision_config" if isinstance(module, PairEncoder) else ""
+        return (_IMAGES if preparation.processor is None else _PROCESSOR), fields | {"part": part}
     options = {key: value for key, value in pair.options.items() if key not in (*TEXT_OPTIONS, "augmentation")}
     kinds = tuple(one.kind for one in pair.towers)
     return (_SMALL_IMAGES if tower.kind == IMAGE else _SMALL_TEXTS), fields | {"options": options, "kinds": kinds}
+
+
+def _describe_tokens(texts: TokenInputs) -> dict[str, Any]:
+    """Returns the arguments of the tokenizer as code."""
+    names = ("input_ids",) if texts.fixed else ("input_ids", "attention_mask")
+    padding = '"max_length"' if texts.fixed else "True"
+    return {"longest": texts.longest, "padding": padding, "names": names, "side": f'"{texts.padding_side}"'}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -262,7 +275,7 @@ def export(pair: Pair, form: str, folder: Path) -> None:
 
     Args:
         pair: model in evaluation mode, on the CPU.
-        form: "hf" for encoders of transformers and CLIP models of open_clip, "open_clip" for models of open_clip, or "onnx" for
+        form: "hf" for models of transformers and CLIP models of open_clip, "open_clip" for models of open_clip, or "onnx" for
             all models.
         folder: folder to write. It is created if it does not exist.
     """
@@ -284,7 +297,7 @@ def _export_open_clip(pair: Pair, folder: Path) -> None:
 
 
 def _export_transformers(pair: Pair, folder: Path) -> None:
-    """Writes one text encoder, or a folder for each of two encoders. LoRA adapters are merged into the weights."""
+    """Writes one model, or a folder for each of two encoders. LoRA adapters are merged into the weights."""
     if pair.lora is not None:
         pair = dataclasses.replace(pair, lora=dataclasses.replace(pair.lora, merge=True))
     if pair.first.module is pair.second.module:
@@ -368,6 +381,25 @@ inputs = words.collate([words.prepare(text, None) for text in ("a question", "an
 states, mask = model(**inputs).last_hidden_state, inputs["attention_mask"]  # (n, T, H), (n, T)
 embeddings = torch.nn.functional.normalize((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True), dim=-1)
 """
+_LOAD_PAIR = """
+import torch
+from PIL import Image
+from transformers import AutoModel, AutoTokenizer
+
+image = Image.new("RGB", (256, 256), "red")  # or Image.open("photo.jpg").convert("RGB")
+{pixels}
+tokenizer = AutoTokenizer.from_pretrained(folder, padding_side={side})
+tokens = tokenizer(["a photo of a cat"], padding={padding}, truncation=True, max_length={longest}, return_tensors="pt")
+
+
+def normalize(features):  # transformers 5 returns the states too
+    return torch.nn.functional.normalize(getattr(features, "pooler_output", features), dim=-1)
+
+
+model = AutoModel.from_pretrained(folder)
+image_embeddings = normalize(model.get_image_features(**pixels))
+text_embeddings = normalize(model.get_text_features(**{{name: tokens[name] for name in {names}}}))
+"""
 _LOAD_TWO = """
 import torch
 from PIL import Image
@@ -379,22 +411,22 @@ image = Image.new("RGB", (256, 256), "red")  # or Image.open("photo.jpg").conver
 
 images = AutoModel.from_pretrained(folder + "/image")
 projection = load_file(folder + "/image/projection.safetensors")["weight"]
-states = images(pixel_values=pixels).last_hidden_state  # (n, positions, H), or (n, H, h, w)
+states = images(**pixels).last_hidden_state  # (n, positions, H), or (n, H, h, w)
 pooled = states.mean(1) if states.dim() == 3 else states.mean((2, 3))
 image_embeddings = torch.nn.functional.normalize(pooled @ projection.T, dim=-1)
 """
 _LOAD_PROCESSED = """
 from transformers import AutoImageProcessor
 
-pixels = AutoImageProcessor.from_pretrained(folder + "/image")(images=[image], return_tensors="pt")["pixel_values"]
+pixels = AutoImageProcessor.from_pretrained({place})(images=[image], return_tensors="pt")
 """
 _LOAD_FITTED = """
 import numpy
 from megabatch_train.towers.huggingface_inputs import ImageInputs
 from transformers import AutoConfig
 
-processor = ImageInputs(AutoConfig.from_pretrained(folder + "/image"), None)
-pixels = processor.prepare(torch.from_numpy(numpy.array(image)).permute(2, 0, 1), None)[None]
+processor = ImageInputs(AutoConfig.from_pretrained({place}){part}, None)
+pixels = {{"pixel_values": processor.prepare(torch.from_numpy(numpy.array(image)).permute(2, 0, 1), None)[None]}}
 """
 _LOAD_TEXTS = """
 from sentence_transformers import SentenceTransformer
@@ -482,13 +514,14 @@ def _card_use(pair: Pair, form: str, folder: str, *, on_hub: bool) -> list[str]:
     elif pair.name.startswith("open_clip:"):
         code = _LOAD_CLIP.format(folder=folder)
     elif isinstance(images, ImageInputs):
-        pixels = _LOAD_FITTED if images.processor is None else _LOAD_PROCESSED
-        code = (
-            "\n\n".join(folder_lines)
-            + "\n"
-            + _LOAD_TWO.format(pixels=pixels.strip())
-            + (_LOAD_TEXTS if isinstance(texts, TokenInputs) else "")
-        )
+        is_pair = isinstance(pair.first.module, PairEncoder)
+        place = {"place": "folder", "part": ".vision_config"} if is_pair else {"place": 'folder + "/image"', "part": ""}
+        pixels = (_LOAD_FITTED if images.processor is None else _LOAD_PROCESSED).strip().format(**place)
+        code = "\n\n".join(folder_lines) + "\n"
+        if is_pair and isinstance(texts, TokenInputs):
+            code += _LOAD_PAIR.format(pixels=pixels, **_describe_tokens(texts))
+        else:
+            code += _LOAD_TWO.format(pixels=pixels) + (_LOAD_TEXTS if isinstance(texts, TokenInputs) else "")
     elif isinstance(texts, HashedWords):
         code = _LOAD_ENCODER.format(folder=folder, vocabulary=texts.vocabulary, longest=texts.longest)
     else:

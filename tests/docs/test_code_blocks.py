@@ -65,6 +65,7 @@ def runs(folder, monkeypatch):
     """Models in the folders that the page names, one of them by the name of a large one of open_clip's."""
     import open_clip
 
+    import pairs
     from megabatch_train import towers
 
     layers = {"width": 16, "layers": 1, "heads": 2}
@@ -77,6 +78,8 @@ def runs(folder, monkeypatch):
     towers.save(towers.load("small"), folder / "runs/emoji")
     towers.save(towers.load("open_clip:ViT-B-32"), folder / "runs/flickr")
     save_text_model(folder, folder / "runs/qa")
+    pairs.write_pair(folder / "siglip", "Siglip")
+    towers.save(towers.load(f"hf:{folder / 'siglip'}"), folder / "runs/siglip")
     return {}
 
 

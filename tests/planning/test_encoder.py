@@ -204,8 +204,8 @@ def test_two_encoders_that_are_none(configs):
 
 def test_an_encoder_of_both_is_none_of_texts(tmp_path):
     pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
-    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
-    with pytest.raises(ValueError, match=r"got CLIPModel"):
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    with pytest.raises(ValueError, match=r"got LlavaModel"):
         models.model(f"hf:{tmp_path}")
 
 

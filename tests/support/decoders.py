@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import megabatch as mb
-from megabatch_train.towers.huggingface import TextEncoder
 from megabatch_train.towers.lora import inject
+from megabatch_train.towers.sentence_transformer import TextEncoder
 from megabatch_train.towers.tower import LoraConfig, set_checkpointing
 
 SIZES = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}

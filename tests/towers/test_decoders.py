@@ -16,8 +16,7 @@ from megabatch_train import towers
 from megabatch_train.evaluation import encode
 from megabatch_train.export import export
 from megabatch_train.towers import huggingface_inputs
-from megabatch_train.towers.huggingface import TextEncoder
-from megabatch_train.towers.sentence_transformer import POOLINGS
+from megabatch_train.towers.sentence_transformer import POOLINGS, TextEncoder
 from megabatch_train.towers.tower import LoraConfig
 from megabatch_train.trainer import build
 from ranks import CountedReduceScatter

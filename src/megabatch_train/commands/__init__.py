@@ -250,8 +250,13 @@ def truncate_pair(pair: Pair, dim: int, folder: Path | None) -> None:
         LOG.info("embeddings are cut to %d of %d dimensions", dim, full)
 
 
-def load_pair(spec: str, device: torch.device, kinds: tuple[str, str] = ("image", "text"), *, trust: bool = False) -> Pair:
-    """Loads the model of a run, or a model by name for sides of these kinds. With `trust`, code from its files can run."""
+def load_pair(
+    spec: str, device: torch.device, kinds: tuple[str, str] | None = ("image", "text"), *, trust: bool = False
+) -> Pair:
+    """Loads the model of a run, or a model by name for sides of these kinds. With `trust`, code from its files can run.
+
+    If `kinds` is None, a model by name has its own sides.
+    """
     from megabatch.cached import second_pass
     from megabatch_train.towers import load
     from megabatch_train.towers.tower import allow_remote_code

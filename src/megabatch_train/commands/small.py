@@ -171,7 +171,8 @@ MODEL and --model name a pair of encoders (towers), for images and texts or for 
   open_clip:ViT-B-32              a model of open_clip with random weights, for images and texts
   open_clip:ViT-B-32@WEIGHTS      a model of open_clip with trained weights
   open_clip:FILE.json             a model of open_clip from its config file
-  hf:NAME                         one transformers encoder with its weights, for both texts
+  hf:NAME                         one transformers encoder with its weights, for both texts,
+                                  or a transformers model of images and texts, such as CLIP
   hf:IMAGES+TEXTS                 two transformers encoders, for images and texts
   hf-config:FOLDER                like hf:NAME, but with random weights, from FOLDER/config.json
   hf-config:IMAGES+TEXTS          like hf:IMAGES+TEXTS, but with random weights, from two folders
@@ -350,7 +351,8 @@ Writes a trained model in the format of another library. The folder also contain
   megabatch export runs/qa --to hf qa-encoder --push me/qa-encoder
 
   --to        models that can be exported
-  hf          hf: and hf-config: (two encoders become two folders, image and text), open_clip: CLIP
+  hf          hf: and hf-config: (two encoders become two folders, image and text; CLIP, SigLIP and
+              similar models stay one model), open_clip: CLIP
   open_clip   open_clip:
   onnx        all models; if onnxruntime is installed, the command compares the embeddings
 
@@ -376,7 +378,6 @@ def run_export(args: argparse.Namespace) -> int:
     """Writes the folder with the model card. Uploads it if `--push` is given."""
     import torch
 
-    from megabatch_train.data.dataset import IMAGE, TEXT
     from megabatch_train.export import check_token, export, push, write_card
 
     folder = Path(args.folder)
@@ -385,11 +386,9 @@ def run_export(args: argparse.Namespace) -> int:
     if args.push:
         check_token()
     run_folder = commands.run_of(args.model)
-    # A model by name: a single encoder of transformers encodes texts only.
-    kinds = (TEXT, TEXT) if args.model.startswith("hf") and "+" not in args.model else (IMAGE, TEXT)
     device, step = torch.device("cpu"), None
     if run_folder is None:
-        pair = commands.load_pair(args.model, device, kinds, trust=args.trust_remote_code)
+        pair = commands.load_pair(args.model, device, None, trust=args.trust_remote_code)
     else:
         pair, step = commands.load_run(Path(args.model), device, trust=args.trust_remote_code)
     export(pair, args.to, folder)

@@ -297,37 +297,38 @@ def _offline() -> Iterator[None]:
 
 
 def _huggingface(spec: str, image_size: int | None, length: int | None, lora: int) -> tuple[ModelSide, ModelSide]:
-    from megabatch_train.towers.huggingface import random_encoders, read_configs
-    from megabatch_train.towers.huggingface_inputs import height_and_width, longest
+    from megabatch_train.towers.huggingface import PairEncoder, random_encoders, read_configs
+    from megabatch_train.towers.huggingface_inputs import LONGEST, height_and_width, longest
 
     configs = read_configs(spec)
-    if len(configs) == 2 and image_size is not None:
-        configs[0].image_size = image_size
-    most = getattr(configs[-1], "max_position_embeddings", None)
+    of_images, of_texts = getattr(configs[0], "vision_config", configs[0]), getattr(configs[-1], "text_config", configs[-1])
+    if of_images is not of_texts and image_size is not None:
+        of_images.image_size = image_size
+    most = getattr(of_texts, "max_position_embeddings", None)
     if length is not None and most is not None and length > most:
         raise ValueError(f"length must be at most {most} tokens for {spec!r}, got {length}")
     encoders = random_encoders(configs, spec, LoraConfig(lora) if lora else None)
-    tokens = length or longest(configs[-1])
+    of_pair = isinstance(encoders[0], PairEncoder)
+    tokens = length or (min(most or LONGEST, LONGEST) if of_pair else longest(of_texts))
+    height, width = height_and_width(of_images)
+
+    def images(n: int) -> dict[str, Tensor]:
+        return {"pixel_values": torch.zeros(n, 3, height, width)}
 
     def texts(n: int) -> dict[str, Tensor]:
         return {"input_ids": _ids(n, tokens), "attention_mask": torch.ones(n, tokens, dtype=torch.int64)}
 
-    if len(encoders) == 1:
+    if len(encoders) == 1 and not of_pair:
         return ModelSide("first", encoders[0], texts), ModelSide("second", encoders[0], texts)
-    height, width = height_and_width(configs[0])
-    images, words = encoders
-    return (
-        ModelSide("image", images, lambda n: {"pixel_values": torch.zeros(n, 3, height, width)}),
-        ModelSide("text", words, texts),
-    )
+    return ModelSide("image", encoders[0], images), ModelSide("text", encoders[-1], texts)
 
 
 def _freeze_unused(sides: tuple[ModelSide, ModelSide]) -> None:
     """Freezes unused parameters as `towers.load` does. Use it inside `nowhere`."""
     from megabatch_train.towers.huggingface import freeze_unused
 
-    for side in {id(side.module): side for side in sides}.values():
-        freeze_unused(side.module, side.inputs(2))
+    for module in {id(side.module): side.module for side in sides}.values():
+        freeze_unused(module, *(side.inputs(2) for side in sides if side.module is module))
 
 
 class StandIn(nn.Module):

@@ -1,7 +1,8 @@
 """transformers encoders as towers: "hf:NAME" with pretrained weights, "hf-config:FOLDER" with random weights.
 
-For text–text data, one encoder serves both sides. For image–text data, the user names two encoders, "hf:IMAGES+TEXTS", and a
-linear layer projects the output of each encoder to a common dimension. If a folder or name has the files of
+For text–text data, one encoder serves both sides. For image–text data, "hf:NAME" is a model of both sides with its own
+projections, such as CLIP and SigLIP. Or the user names two encoders, "hf:IMAGES+TEXTS", and a linear layer projects the output
+of each encoder to a common dimension. If a folder or name has the files of
 sentence-transformers, texts are encoded as these files describe (`sentence_transformer`). Otherwise, the embedding of a text is
 the mean over its tokens, or the last token of a causal model (a decoder). The embedding of an image is the mean over its
 positions. All embeddings have unit length. With "hf-config:" nothing is downloaded. The config.json of a folder describes the
@@ -11,6 +12,7 @@ model, and if the folder has no tokenizer, words are hashed into the vocabulary.
 import copy
 import inspect
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,136 +31,48 @@ from megabatch_train.towers import sentence_transformer
 from megabatch_train.towers.huggingface_inputs import (
     HashedWords,
     ImageInputs,
-    Packed,
+    ModelFiles,
     TokenInputs,
-    disable_packing,
-    enable_packing,
+    attends_to_padding,
+    count_positions,
+    divide_into_patches,
     images_of,
     longest,
+    part_of,
     texts_of,
 )
 from megabatch_train.towers.lora import ADAPTER_WEIGHTS, check_targets, inject, quantization_options
 from megabatch_train.towers.sentence_transformer import (
-    LAST,
-    MEAN,
     POOLINGS,
-    DenseLayer,
-    FileOptions,
     LayerConfig,
     SentenceModel,
-    UnitLength,
-    pool,
+    TextEncoder,
+    layer_configs,
+    make_head,
     widen,
 )
-from megabatch_train.towers.tokens import AS_STORED, TokenSizes, check_image_size, resize_model, tokens_of_huggingface
-from megabatch_train.towers.tower import LoraConfig, Pair, Tower, allows_remote_code, explain_remote_code
+from megabatch_train.towers.tokens import (
+    AS_STORED,
+    TokenSizes,
+    check_image_size,
+    check_one_model,
+    resize_model,
+    tokens_of_huggingface,
+)
+from megabatch_train.towers.tower import (
+    LoraConfig,
+    Pair,
+    Tower,
+    allows_remote_code,
+    check_kernels,
+    explain_remote_code,
+    use_evaluation_mode,
+)
 
 LOG = logging.getLogger("megabatch")
 PAIR_DIM = 512  # embedding dimension of two encoders, as in CLIP
 PURPOSE = "A transformers encoder"
 OPTIONS = ("max_length", "pooling", "include_prompt", "packed")  # options of texts
-
-
-class TextEncoder(nn.Module):
-    """A transformers model whose last layer is pooled over the tokens of a text, with optional layers after the pooling.
-
-    Attributes:
-        layers: layers of a sentence-transformers model after the pooling.
-        head: projection to the dimension that both encoders of a pair have.
-        causal: whether a token attends only to the tokens before it.
-        pooling: one of `POOLINGS`. The default is "mean". If the model is causal, the default is "last", because only the last
-            token depends on the whole text.
-        include_prompt: whether the tokens of a prompt are pooled too.
-        packed: whether texts are encoded without padding (`Packed`).
-        files: contents of the files of a sentence-transformers model that a saved model keeps.
-    """
-
-    def __init__(self, model: Any, dim: int | None = None, layers: Sequence[LayerConfig] = ()) -> None:
-        super().__init__()
-        self.model: Any = model
-        self.layers = sentence_transformer.build_layers(layers)
-        last_dim = next((layer.out_features for layer in reversed(layers) if layer.out_features), None)
-        self.head = nn.Identity() if last_dim is not None and last_dim == dim else _head(model, dim, last_dim)
-        self.causal = is_causal(model)
-        self.pooling = LAST if self.causal else MEAN
-        self.include_prompt = True
-        self.packed = False
-        self.files = FileOptions()
-        self._takes = set(inspect.signature(model.forward).parameters) if self.causal else set()
-
-    def forward(  # (n, T) each -> (n, D)
-        self, input_ids: Tensor, attention_mask: Tensor, pooled_mask: Tensor | None = None
-    ) -> Tensor:
-        """Returns embeddings of unit length. Texts can be padded on either side.
-
-        Args:
-            input_ids: tokens.
-            attention_mask: 1 for tokens and 0 for padding.
-            pooled_mask: 1 for tokens that are pooled, if some are excluded. If it is given, texts must not be packed.
-        """
-        if self.packed:
-            packed = Packed.of(input_ids, attention_mask)
-            states = packed.states(self.model)  # (tokens, H)
-            if self.pooling == LAST:
-                pooled = widen(packed.last(states))
-            elif self.pooling == MEAN:
-                pooled = packed.mean(widen(states))
-            else:
-                pooled = pool(self.pooling, *packed.unpack(states))
-        else:
-            states = self._encode_padded(input_ids, attention_mask)  # (n, T, H)
-            pooled = pool(self.pooling, states, attention_mask, pooled_mask)
-        return F.normalize(self.head(self.layers(pooled)), dim=-1)
-
-    def _encode_padded(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # (n, T, H)
-        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if "position_ids" in self._takes:  # padding on the left would shift the positions
-            inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
-        if "use_cache" in self._takes:  # the cache is for generation; it would grow when a checkpointed block is computed again
-            inputs["use_cache"] = False
-        states: Tensor = self.model(**inputs).last_hidden_state
-        return states
-
-    def pack(self) -> bool:
-        """Encodes texts without padding from now on if the embeddings stay the same. Returns whether they do.
-
-        The embedding of a text must not depend on the other texts of its chunk. With convolutions and recurrent layers it
-        would, because such layers read the tokens of neighboring texts.
-        """
-        if not ("position_ids" in self._takes and enable_packing(self.model)):
-            return False
-        device = next(self.parameters()).device
-        mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]], device=device)
-        ids = torch.arange(mask.numel(), device=device).view_as(mask) % 7 + 1
-        training = self.training
-        self.eval()  # evaluation draws no random numbers
-        try:
-            with torch.no_grad():
-                padded = self(ids, mask)
-                self.packed = True
-                unpadded, other = self(ids, mask), self(torch.cat((ids[:2] + 1, ids[2:])), mask)
-                precision = torch.finfo(self.model.dtype).eps
-                same = (unpadded - padded).abs().max() <= precision**0.5
-                self.packed = bool(same and (unpadded - other)[2].norm() <= precision)
-        except Exception:  # a model that does not support packing can raise any error
-            self.packed = False
-        finally:
-            self.train(training)
-        if not self.packed:
-            disable_packing(self.model)
-        return self.packed
-
-    def pad(self) -> None:
-        """Encodes texts with padding from now on."""
-        self.packed = False
-        disable_packing(self.model)
-
-
-def is_causal(model: nn.Module) -> bool:
-    """Returns whether a token of a transformers model attends only to the tokens before it."""
-    config: Any = model.config
-    has_causal_layer = any(getattr(part, "is_causal", False) is True for part in model.modules())
-    return has_causal_layer and getattr(config, "is_causal", True) is not False
 
 
 class ImageEncoder(nn.Module):
@@ -167,7 +81,7 @@ class ImageEncoder(nn.Module):
     def __init__(self, model: nn.Module, dim: int) -> None:
         super().__init__()
         self.model = model
-        self.head = _head(model, dim)
+        self.head = make_head(model, dim)
         self.tokens = tokens_of_huggingface(model)
         self._interpolates = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
 
@@ -184,6 +98,62 @@ class ImageEncoder(nn.Module):
         return F.normalize(self.head(pooled), dim=-1)
 
 
+class PairEncoder(nn.Module):
+    """A transformers model of images and texts that encodes one side at a time, with the projections of the model.
+
+    The model has `get_image_features` and `get_text_features`, such as `CLIPModel` and `SiglipModel`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model: Any = model
+        vision, options = getattr(model, "vision_model", None), inspect.signature(model.get_image_features).parameters
+        self.takes_patches = "spatial_shapes" in options  # as in Siglip2Model
+        self.tokens = tokens_of_huggingface(vision) if hasattr(vision, "config") else None
+        self._interpolates = "interpolate_pos_encoding" in options
+
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,  # (n, 3, H, W), or (n, patches, values) of a model that takes patches
+        pixel_attention_mask: Tensor | None = None,  # (n, patches)
+        spatial_shapes: Tensor | None = None,  # (n, 2)
+        input_ids: Tensor | None = None,  # (n, T)
+        attention_mask: Tensor | None = None,  # (n, T)
+        kept_patches: Tensor | None = None,  # (n, kept)
+    ) -> Tensor:  # (n, D)
+        """Returns embeddings of images or of texts, of unit length.
+
+        Args:
+            pixel_values: images. They are divided into patches if the model takes patches.
+            pixel_attention_mask: 1 for patches and 0 for padding.
+            spatial_shapes: numbers of patches of each image, vertically and horizontally.
+            input_ids: tokens.
+            attention_mask: 1 for tokens and 0 for padding, or None if the model attends to padding.
+            kept_patches: the numbers of the patches of each image to keep, or None for all patches.
+        """
+        if (pixel_values is None) == (input_ids is None):
+            raise ValueError("pixel_values or input_ids must be given, and not both")
+        if pixel_values is None:
+            features = self.model.get_text_features(input_ids=input_ids, attention_mask=attention_mask)
+        else:
+            inputs: dict[str, Any] = {"pixel_values": pixel_values.to(self.model.dtype)}
+            if self._interpolates and self.tokens is not None and pixel_values.shape[2:] != self.tokens.size:
+                inputs["interpolate_pos_encoding"] = True
+            if self.takes_patches and pixel_values.dim() == 4:
+                inputs |= divide_into_patches(inputs["pixel_values"], self.model.config.vision_config.patch_size)
+            elif self.takes_patches:
+                inputs |= {"pixel_attention_mask": pixel_attention_mask, "spatial_shapes": spatial_shapes}
+            with nullcontext() if self.tokens is None else self.tokens.use(pixel_values, kept_patches):
+                features = self.model.get_image_features(**inputs)
+        features = getattr(features, "pooler_output", features)  # transformers 5 returns the states too
+        return F.normalize(widen(features), dim=-1)
+
+
+def is_pair(model: Any) -> bool:
+    """Returns whether a transformers model encodes images and texts separately."""
+    return all(hasattr(model, f"get_{kind}_features") for kind in ("image", "text"))
+
+
 def load(name: str, lora: LoraConfig | None = None, sizes: TokenSizes = AS_STORED) -> Pair:
     """Loads encoders with weights, tokenizer and image processor from the hub or from folders. `lora` adds adapters.
 
@@ -198,7 +168,7 @@ def load(name: str, lora: LoraConfig | None = None, sizes: TokenSizes = AS_STORE
         of_parts = [None] * (len(parts) - 1) + [sentence_model]
         each = zip(parts, of_parts, sizes.split(len(parts)), strict=True)
         encoders = [_download(part, lora, sentences, own) for part, sentences, own in each]
-        return _apply_sentence_model(_pair(f"hf:{name}", encoders, lora), sentence_model)
+        return _apply_sentence_model(_pair(f"hf:{name}", encoders, lora, sizes), sentence_model)
 
 
 def load_config(folder: str, lora: LoraConfig | None = None, sizes: TokenSizes = AS_STORED) -> Pair:
@@ -211,7 +181,7 @@ def load_config(folder: str, lora: LoraConfig | None = None, sizes: TokenSizes =
 
 def _apply_sentence_model(pair: Pair, model: SentenceModel | None) -> Pair:
     """Returns the pair with the options of a sentence-transformers model."""
-    if model is None:
+    if model is None or isinstance(pair.second.module, PairEncoder):
         return pair
     encoder, texts = _text_parts(pair.second)
     encoder.files = model.files
@@ -262,13 +232,16 @@ def adapt(pair: Pair, options: Mapping[str, Any]) -> None:
     for tower in pair.towers:
         if tower.kind != "text":
             continue
+        if isinstance(tower.module, PairEncoder):
+            _adapt_pair(tower, options)
+            continue
         try:
             encoder, texts = _text_parts(tower)
         except TypeError:
             named = ", ".join(f"model_options.{key}" for key in options)
             raise ValueError(f'{named} is for models "hf:" and "hf-config:", got {pair.name!r}') from None
         if "max_length" in options:
-            texts.longest = _check_length(encoder, options["max_length"])
+            texts.longest = _check_length(options["max_length"], getattr(encoder.model.config, "max_position_embeddings", None))
         if (pooling := options.get("pooling", encoder.pooling)) not in POOLINGS:
             raise ValueError(f"model_options.pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
         encoder.pooling = pooling
@@ -290,6 +263,19 @@ def adapt(pair: Pair, options: Mapping[str, Any]) -> None:
                 f"model_options.packed must be false or left out for {pair.name!r}: texts without padding need a causal model "
                 "with PyTorch's attention, and transformers 4.53 or newer"
             )
+
+
+def _adapt_pair(tower: Tower, options: Mapping[str, Any]) -> None:
+    """Applies `max_length` to the texts of a `PairEncoder`. Its pooling is part of the model."""
+    if others := [key for key in options if key != "max_length"]:
+        raise ValueError(
+            f"model_options.{others[0]} must be left out for a model of images and texts, which has its own pooling, got "
+            f"{options[others[0]]!r}"
+        )
+    texts: Any = getattr(tower.collate, "__self__", None)
+    assert isinstance(texts, TokenInputs), "a pair has a tokenizer"
+    if "max_length" in options:
+        texts.longest = _check_length(options["max_length"], count_positions(tower.module.get_submodule("model")))
 
 
 def exclude_prompt(tower: Tower, prompt: str) -> Tower:
@@ -327,29 +313,23 @@ def describe(pair: Pair, folder: Path, weights: Mapping[str, Tensor]) -> None:
     sentence_transformer.write(folder, encoder.model.config.hidden_size, texts.longest, model)
 
 
-def layer_configs(encoder: nn.Module) -> list[LayerConfig]:
-    """Returns the layers of a text encoder after its pooling. For another module, returns an empty list."""
-    if not isinstance(encoder, TextEncoder):
-        return []
-    return [layer.config for layer in encoder.layers if isinstance(layer, DenseLayer | UnitLength)]
-
-
-def _check_length(encoder: TextEncoder, length: Any) -> int:
-    most = getattr(encoder.model.config, "max_position_embeddings", None)
+def _check_length(length: Any, most: Any) -> int:
     if not isinstance(length, int) or length < 1 or (isinstance(most, int) and length > most):
         raise ValueError(f"model_options.max_length must be from 1 to {most or 'any number of'} tokens, got {length!r}")
     return length
 
 
-def random_encoders(configs: Sequence[Any], name: str, lora: LoraConfig | None = None) -> list[TextEncoder | ImageEncoder]:
-    """Returns a text encoder, or an image and a text encoder, with random weights. Trains the adapters if `lora` is given."""
+def random_encoders(
+    configs: Sequence[Any], name: str, lora: LoraConfig | None = None
+) -> list[TextEncoder | ImageEncoder | PairEncoder]:
+    """Returns an encoder of texts, of images and of texts, or of both, with random weights. Trains adapters with `lora`."""
     transformers = extras.load("transformers", purpose=PURPOSE)
     models = [transformers.AutoModel.from_config(config) for config in configs]
     if lora is not None:
         for model in models:
             inject(model, lora)
     if len(models) == 1:
-        return [_text_encoder(models[0], None, name)]
+        return [PairEncoder(models[0]) if is_pair(models[0]) else _text_encoder(models[0], None, name)]
     images, texts = models
     return [_image_encoder(images, name), _text_encoder(texts, PAIR_DIM, name)]
 
@@ -372,7 +352,7 @@ def load_folders(
     """
     with explain_remote_code(name):
         each = zip(folders, sizes.split(len(folders)), strict=True)
-        return _pair(name, [_build_from_config(folder, lora, layers, own) for folder, own in each], lora)
+        return _pair(name, [_build_from_config(folder, lora, layers, own) for folder, own in each], lora, sizes)
 
 
 @dataclass(frozen=True)
@@ -418,25 +398,29 @@ def _download(name: str, lora: LoraConfig | None, sentences: SentenceModel | Non
         model = transformers.AutoModel.from_pretrained(name, **options, **quantization_options(lora.quantize))
         if lora.quantize != "none" and sizes != AS_STORED:
             raise ValueError(f'lora.quantize must be "none" for a model with other sizes, got {lora.quantize!r} and {sizes}')
-    made_for = getattr(model.config, "image_size", None)
+    made_for = getattr(part_of(model.config, "vision"), "image_size", None)
     model = _resize(model, sizes, keep_weights=True)
     if lora is not None:
         inject(model, lora, name)
     return _ModelParts(
         model,
-        lambda: TokenInputs(transformers.AutoTokenizer.from_pretrained(name, **options), longest(model.config)),
-        lambda: ImageInputs(model.config, transformers.AutoImageProcessor.from_pretrained(name, **options), made_for),
+        lambda: TokenInputs(
+            transformers.AutoTokenizer.from_pretrained(name, **options), longest(part_of(model.config, "text"))
+        ),
+        lambda: ImageInputs(
+            part_of(model.config, "vision"), transformers.AutoImageProcessor.from_pretrained(name, **options), made_for
+        ),
         *(() if sentences is None else (sentences.layers, sentences.weights)),
     )
 
 
 def _resize(model: Any, sizes: TokenSizes, *, keep_weights: bool) -> Any:
     """Returns the model with other sizes of images or texts. Without such sizes, returns the same model."""
-    if sizes == AS_STORED:
+    if sizes == AS_STORED or is_pair(model):
         return model
     takes_images = model.main_input_name == "pixel_values"
     if takes_images != (sizes.image_size is not None):
-        return model  # `_check` raises the error
+        return model  # `_pair` raises the error
     if sizes.image_size is not None:
         check_image_size(sizes.image_size, tokens_of_huggingface(model))
     return resize_model(model, sizes, keep_weights=keep_weights)
@@ -446,14 +430,19 @@ def _build_from_config(folder: Path, lora: LoraConfig | None, layers: Sequence[L
     transformers = extras.load("transformers", purpose=PURPOSE)
     config = _config(folder)
     model = transformers.AutoModel.from_config(config, trust_remote_code=allows_remote_code()).float()
-    made_for = getattr(config, "image_size", None)
+    made_for = getattr(part_of(config, "vision"), "image_size", None)
     model = _resize(model, sizes, keep_weights=False)
     config = model.config
     if lora is not None:
         if lora.quantize != "none":
             raise ValueError(f'lora.quantize must be "none" for models "hf-config:", got {lora.quantize!r}')
         inject(model, lora)
-    return _ModelParts(model, lambda: texts_of(config, folder), lambda: images_of(config, folder, made_for), layers)
+    return _ModelParts(
+        model,
+        lambda: texts_of(part_of(config, "text"), folder),
+        lambda: images_of(part_of(config, "vision"), folder, made_for),
+        layers,
+    )
 
 
 def _config(folder: Path) -> Any:
@@ -463,28 +452,6 @@ def _config(folder: Path) -> Any:
     check_kernels(folder, local_files_only=True)
     allowed = allows_remote_code()
     return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=allowed)
-
-
-def check_kernels(name: str | Path, **options: Any) -> None:
-    """Raises if a config names the repository of a kernel, because transformers would download the kernel and run its code."""
-    if allows_remote_code():
-        return
-    transformers = extras.load("transformers", purpose=PURPOSE)
-    content, _ = transformers.PretrainedConfig.get_config_dict(name, **options)
-    if repositories := [text for text in _implementations(content) if "/" in text]:
-        raise ValueError(
-            f"{name} must be a model without custom code, got one whose config names the kernels of {repositories[0]!r}: "
-            "--trust-remote-code downloads and runs them with all rights of your user account"
-        )
-
-
-def _implementations(value: Any, key: str = "") -> Iterator[str]:
-    """Yields the values of keys such as "attn_implementation", also in nested dictionaries."""
-    if isinstance(value, dict):
-        for name, part in value.items():
-            yield from _implementations(part, key if key.endswith("_implementation") else str(name))
-    elif isinstance(value, str) and "_implementation" in key:
-        yield value
 
 
 @contextmanager
@@ -504,14 +471,62 @@ def _explain_missing_files(name: str) -> Iterator[None]:
         ) from error
 
 
-def _pair(name: str, encoders: list[_ModelParts], lora: LoraConfig | None) -> Pair:
+def _pair(name: str, encoders: list[_ModelParts], lora: LoraConfig | None, sizes: TokenSizes) -> Pair:
+    if len(encoders) == 1:
+        check_one_model(sizes, has_images=is_pair(encoders[0].model))
     if lora is not None:
         check_targets([parts.model for parts in encoders], lora)
+    if len(encoders) == 1 and is_pair(encoders[0].model):
+        return _pair_of_one_model(encoders[0], name, lora)
     if len(encoders) == 1:
         tower = _text_tower(encoders[0], None, name)
         return Pair(tower, tower, name=name, lora=lora)
     images, texts = encoders
     return Pair(_image_tower(images, name), _text_tower(texts, PAIR_DIM, name), name=name, lora=lora)
+
+
+def _pair_of_one_model(parts: _ModelParts, name: str, lora: LoraConfig | None) -> Pair:
+    """Returns the towers of a model with its own projections, and its scale and bias."""
+    model, texts, images = parts.model, parts.texts(), parts.images()
+    if not isinstance(texts, TokenInputs):
+        raise ValueError(
+            f"{name} must have a tokenizer, because the model pools the tokens that the tokenizer adds, got none: copy "
+            "tokenizer.json and tokenizer_config.json into the folder"
+        )
+    encoder = PairEncoder(model)
+    texts.longest = texts.limit_to(count_positions(model))
+    if encoder.takes_patches:
+        images.keys = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
+    pixels = {"pixel_values": torch.zeros(1, 3, *images.size)}
+    try:
+        with torch.no_grad(), use_evaluation_mode(encoder):
+            if attends_to_padding(encoder, texts):
+                texts.pad_fully()
+            tokens = texts.collate(["a"])
+            same_dim = encoder(**pixels).shape[1:] == encoder(**tokens).shape[1:]
+    except Exception as error:  # a model with other inputs can raise any error
+        raise ValueError(
+            f"{name} must have get_image_features and get_text_features that take pixel_values and input_ids, got an error of "
+            f"{type(model).__name__}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error
+    if not same_dim:
+        raise ValueError(f"{name} must have one embedding dimension for images and texts, got a {type(model).__name__}")
+    freeze_unused(encoder, pixels, tokens)
+    files = ModelFiles(model, (texts, images))
+    scale, bias = getattr(model, "logit_scale", None), getattr(model, "logit_bias", None)
+    temperature = getattr(model, "temperature", None)  # of ALIGN
+    numbers: dict[str, Any] = {}
+    if scale is not None:
+        numbers["logit_scale"] = math.exp(scale.detach().double().item())
+    elif isinstance(temperature, Tensor):
+        numbers["logit_scale"] = 1 / temperature.detach().double().item()
+    numbers |= {"logit_bias": bias.detach().item()} if bias is not None else {}
+    first = Tower(
+        encoder, "image", images.prepare, images.collate, files.write, training_images=images.training, tokens=encoder.tokens
+    )
+    lengths = None if texts.fixed else from_mask
+    second = Tower(encoder, "text", texts.prepare, texts.collate, files.write, lengths)
+    return Pair(first, second, name=name, lora=lora, **numbers)
 
 
 def _text_encoder(model: Any, dim: int | None, name: str, layers: Sequence[LayerConfig] = ()) -> TextEncoder:
@@ -531,7 +546,7 @@ def _text_tower(parts: _ModelParts, dim: int | None, name: str) -> Tower:
     texts = parts.texts()
     encoder.pack()
     freeze_unused(encoder, {key: torch.ones(1, 2, dtype=torch.int64) for key in ("input_ids", "attention_mask")})
-    return Tower(encoder, "text", texts.prepare, texts.collate, _ModelFiles(parts.model, texts).write, from_mask)
+    return Tower(encoder, "text", texts.prepare, texts.collate, ModelFiles(parts.model, (texts,)).write, from_mask)
 
 
 def _image_tower(parts: _ModelParts, name: str) -> Tower:
@@ -543,49 +558,32 @@ def _image_tower(parts: _ModelParts, name: str) -> Tower:
         "image",
         images.prepare,
         images.collate,
-        _ModelFiles(parts.model, images).write,
+        ModelFiles(parts.model, (images,)).write,
         training_images=images.training,
         tokens=encoder.tokens,
     )
 
 
-@dataclass(frozen=True)
-class _ModelFiles:
-    """Writes the files that `_build_from_config` reads."""
-
-    model: Any
-    inputs: TokenInputs | HashedWords | ImageInputs
-
-    def write(self, folder: Path) -> None:
-        self.model.config.save_pretrained(folder)
-        self.inputs.write(folder)
-
-
 def _check(model: Any, expected: str, what: str, name: str) -> None:
-    takes = "images and texts together" if hasattr(model.config, "vision_config") else model.main_input_name
+    takes = "images and texts" if hasattr(model.config, "vision_config") else model.main_input_name
     if takes != expected:
         raise ValueError(
-            f'model must have an encoder of {what} in this place ("hf:TEXTS" for text–text data, "hf:IMAGES+TEXTS" for '
-            f"image–text data), got {type(model).__name__} in {name!r}, which takes {takes}"
+            f'model must have an encoder of {what} in this place ("hf:TEXTS" for text–text data, "hf:IMAGES+TEXTS" or a pair '
+            f"such as CLIP for image–text data), got {type(model).__name__} in {name!r}, which takes {takes}"
         )
 
 
-def _head(model: nn.Module, dim: int | None, inner: int | None = None) -> nn.Module:
-    """Returns a projection from `inner` (default: the model's hidden size) to `dim`, or the identity if `dim` is None."""
-    if dim is None:
-        return nn.Identity()
-    config: Any = model.config
-    # Convolutional encoders have a hidden size per stage. The last one is the size of the output.
-    inner = inner or getattr(config, "hidden_size", None) or config.hidden_sizes[-1]
-    return nn.Linear(inner, dim, bias=False)
+def freeze_unused(encoder: nn.Module, *inputs: dict[str, Tensor]) -> None:
+    """Freezes parameters that no embedding depends on, such as a pooler's. DDP would wait for their gradients forever.
 
-
-def freeze_unused(encoder: nn.Module, inputs: dict[str, Tensor]) -> None:
-    """Freezes parameters that embeddings do not depend on, such as a pooler's. DDP would wait for their gradients forever."""
+    Args:
+        encoder: the encoder.
+        inputs: inputs of one side, or of each side if the encoder serves both.
+    """
     training = encoder.training
     encoder.eval()  # evaluation draws no random numbers
     with torch.enable_grad():
-        reached = parameters_in([encoder(**inputs)])
+        reached = parameters_in([encoder(**of_side) for of_side in inputs])
     assert reached is not None, "no reentrant checkpoints"
     for parameter in encoder.parameters():
         if id(parameter) not in reached:

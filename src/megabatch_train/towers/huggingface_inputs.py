@@ -1,6 +1,9 @@
 """Inputs of transformers encoders: tokens or hashed words, padded or packed, and images of the encoder's size."""
 
 import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -27,17 +30,22 @@ _NO_LIMIT = 1_000_000  # a `model_max_length` of at least this means that the to
 IMAGE_SIZE = 224  # side length in pixels if the config has no image size
 _FIRST_WORD = 3  # ids below are special tokens in most vocabularies
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
-_PROCESSOR = "preprocessor_config.json"
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _PURPOSE = "A transformers encoder"
 
 
 def texts_of(config: Any, folder: Path) -> "TokenInputs | HashedWords":
     """Returns the tokenizer of the folder, or hashed words if the folder has none."""
-    if any((folder / file).is_file() for file in _TOKENIZERS):
+    if has_tokenizer(folder):
         transformers = extras.load("transformers", purpose=_PURPOSE)
         options = {"local_files_only": True, "trust_remote_code": allows_remote_code()}
         return TokenInputs(transformers.AutoTokenizer.from_pretrained(folder, **options), longest(config))
     return HashedWords(config.vocab_size, longest(config))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Returns whether a folder has the files of a tokenizer."""
+    return any((folder / file).is_file() for file in _TOKENIZERS)
 
 
 def images_of(config: Any, folder: Path, made_for: Any = None) -> "ImageInputs":
@@ -49,7 +57,7 @@ def images_of(config: Any, folder: Path, made_for: Any = None) -> "ImageInputs":
         made_for: the image size of the image processor, if the size in the config was changed.
     """
     processor = None
-    if (folder / _PROCESSOR).is_file():
+    if any((folder / file).is_file() for file in _PROCESSORS):
         transformers = extras.load("transformers", purpose=_PURPOSE)
         options = {"local_files_only": True, "trust_remote_code": allows_remote_code()}
         processor = transformers.AutoImageProcessor.from_pretrained(folder, **options)
@@ -63,10 +71,31 @@ def longest(config: Any) -> int:
     return min(LONGEST, most - 2) if isinstance(most, int) and most > 2 else LONGEST
 
 
+def part_of(config: Any, kind: str) -> Any:
+    """Returns the config of one side, which is a part of the config of a pair."""
+    return getattr(config, f"{kind}_config", config)
+
+
 def height_and_width(config: Any) -> tuple[int, int]:
     """Returns the size of the images that an encoder takes, in pixels."""
     size = getattr(config, "image_size", None) or IMAGE_SIZE
+    if (patches := getattr(config, "num_patches", None)) and not getattr(config, "image_size", None):
+        size = math.isqrt(patches) * config.patch_size  # the model takes any size with at most this many patches
     return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def count_positions(model: Any) -> int | None:
+    """Returns the maximum number of tokens of the text side of a pair; None if there is no limit."""
+    most = getattr(model.config.text_config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most < 1:
+        return None
+    # RoBERTa-like models number positions from the padding id on.
+    starts = [
+        part.padding_idx + 1
+        for name, part in model.named_modules()
+        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding) and part.padding_idx is not None
+    ]
+    return most - max(starts, default=0)
 
 
 class TokenInputs:
@@ -75,11 +104,14 @@ class TokenInputs:
     Attributes:
         longest: maximum number of tokens of a text. Longer texts are truncated.
         prompt_tokens: number of tokens at the beginning of each text that are not pooled; None if all tokens are pooled.
+        fixed: whether all texts are padded to `longest` tokens, without a mask.
     """
 
     def __init__(self, tokenizer: Any, longest: int) -> None:
         self._tokenizer, self.longest = tokenizer, longest
+        self._own_side = tokenizer.padding_side
         self.prompt_tokens: int | None = None
+        self.fixed = False
         tokenizer.padding_side = "right"  # inputs are trimmed on the right
         if tokenizer.pad_token is None:  # many decoders have none
             tokenizer.pad_token = tokenizer.eos_token
@@ -90,20 +122,41 @@ class TokenInputs:
 
     def collate(self, samples: list[str]) -> dict[str, Tensor]:
         """Returns the tokens of a chunk, padded to its longest text. An empty text has one token, the padding token."""
-        tokens = self._tokenizer(samples, padding=True, truncation=True, max_length=self.longest, return_tensors="pt")
+        padding = "max_length" if self.fixed else "longest"
+        tokens = self._tokenizer(samples, padding=padding, truncation=True, max_length=self.longest, return_tensors="pt")
         ids, mask = (tokens[key].long() for key in ("input_ids", "attention_mask"))
         if ids.shape[1] == 0:
             ids, mask = ids.new_full((len(samples), 1), self._tokenizer.pad_token_id), mask.new_ones(len(samples), 1)
+        if self.fixed:
+            return {"input_ids": ids}
         mask[:, 0] |= ~mask.any(1)
         inputs = {"input_ids": ids, "attention_mask": mask}
         if self.prompt_tokens is not None:
             inputs["pooled_mask"] = mask * (torch.arange(mask.shape[1]) >= self.prompt_tokens)
         return inputs
 
+    def pad_fully(self) -> None:
+        """Pads all texts to `longest` tokens from now on, on the tokenizer's own side and without a mask."""
+        self.fixed, self._tokenizer.padding_side = True, self._own_side
+
+    @property
+    def padding_side(self) -> str:
+        """The side of the padding, "right" or "left"."""
+        return str(self._tokenizer.padding_side)
+
+    @property
+    def padding_id(self) -> int:
+        """The id of the padding token."""
+        return int(self._tokenizer.pad_token_id)
+
     def limit(self, config: Any, stored: int | None) -> int:
         """Returns the maximum number of tokens of a sentence-transformers model: `stored`, or the limit of the model."""
         most = getattr(config, "max_position_embeddings", None)
-        limits = [stored or self._tokenizer.model_max_length, *([most] if isinstance(most, int) and most > 0 else [])]
+        return self.limit_to(most if isinstance(most, int) and most > 0 else None, stored)
+
+    def limit_to(self, most: int | None, stored: int | None = None) -> int:
+        """Returns the maximum number of tokens: `stored` or the limit of the tokenizer, and at most `most`."""
+        limits = [stored or self._tokenizer.model_max_length, *([] if most is None else [most])]
         return min(limits) if min(limits) < _NO_LIMIT else self.longest
 
     def lowercase(self) -> None:
@@ -120,6 +173,19 @@ class TokenInputs:
     def write(self, folder: Path) -> None:
         """Writes the files of the tokenizer."""
         self._tokenizer.save_pretrained(folder)
+
+
+def attends_to_padding(encoder: Any, texts: TokenInputs) -> bool:
+    """Returns whether the embedding of a text depends on its padding in spite of the mask, as in SigLIP.
+
+    SigLIP pools the last token, which is padding. So it takes texts of full length, without a mask.
+    """
+    short = texts.collate(["a"])
+    padding = texts.longest - short["input_ids"].shape[1]
+    padded = {"input_ids": F.pad(short["input_ids"], (0, padding), value=texts.padding_id)}
+    padded["attention_mask"] = F.pad(short["attention_mask"], (0, padding))
+    difference = (encoder(**short) - encoder(**padded)).abs().max().item()
+    return not difference <= torch.finfo(encoder.model.dtype).eps ** 0.5
 
 
 class HashedWords:
@@ -158,6 +224,9 @@ class ImageInputs:
         config: the config of the model.
         processor: the image processor.
         made_for: the image size of the image processor, if the size in the config was changed (default: not changed).
+
+    Attributes:
+        keys: outputs of the image processor that the encoder takes.
     """
 
     def __init__(self, config: Any, processor: Any | None, made_for: Any = None) -> None:
@@ -165,20 +234,24 @@ class ImageInputs:
         if processor is not None and made_for is not None and pair_of(made_for) != self.size:
             processor = _scale_processor(processor, self.size[0] / pair_of(made_for)[0])
         self.processor = processor
+        self.keys: Sequence[str] = ("pixel_values",)
         mean, deviation = (getattr(processor, name, None) or [0.5] * 3 for name in ("image_mean", "image_std"))
         self.training = TrainingImages(RandomCrop(self.size), tuple(mean), tuple(deviation), "pixel_values")
         self._mean, self._deviation = (torch.tensor(value)[:, None, None] for value in (mean, deviation))
 
-    def prepare(self, image: Tensor, generator: torch.Generator | None) -> Tensor:  # (3, S, S)
-        """Returns the pixels of one image for evaluation."""
+    def prepare(self, image: Tensor, generator: torch.Generator | None) -> Tensor | tuple[Tensor, ...]:  # (3, S, S)
+        """Returns the pixels of one image for evaluation, or a tuple if the encoder takes several `keys`."""
         if self.processor is not None:
-            pixels: Tensor = self.processor(images=to_pillow(image), return_tensors="pt")["pixel_values"][0]
-            return pixels
+            outputs = self.processor(images=to_pillow(image), return_tensors="pt")
+            pixels: tuple[Tensor, ...] = tuple(outputs[key][0] for key in self.keys)
+            return pixels if len(pixels) > 1 else pixels[0]
         middle = fit_to_square(image, max(self.size))[:, : self.size[0], : self.size[1]]
         return (leave_unchanged(middle) - self._mean) / self._deviation
 
-    def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         """Stacks the images of a chunk."""
+        if isinstance(samples[0], tuple):
+            return {key: torch.stack(values) for key, values in zip(self.keys, zip(*samples, strict=True), strict=True)}
         return {"pixel_values": torch.stack(samples)}
 
     def write(self, folder: Path) -> None:
@@ -194,6 +267,33 @@ def _scale_processor(processor: Any, factor: float) -> Any:
         if isinstance(sides := options.get(name), dict):
             options[name] = {key: round(factor * side) for key, side in sides.items() if side is not None}
     return type(processor).from_dict(options)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Writes the files that describe a transformers model and its inputs, except the weights."""
+
+    model: Any
+    inputs: Sequence[TokenInputs | HashedWords | ImageInputs]
+
+    def write(self, folder: Path) -> None:
+        """Writes the config and the files of the inputs."""
+        self.model.config.save_pretrained(folder)
+        for inputs in self.inputs:
+            inputs.write(folder)
+
+
+def divide_into_patches(images: Tensor, size: int) -> dict[str, Tensor]:  # (n, 3, H, W)
+    """Returns the inputs of a model that takes patches, for images of one size."""
+    rows, columns = images.shape[2] // size, images.shape[3] // size
+    covered = images[:, :, : rows * size, : columns * size]
+    patches = covered.reshape(len(images), -1, rows, size, columns, size).permute(0, 2, 4, 3, 5, 1)
+    values = patches.flatten(3).flatten(1, 2)  # (n, rows · columns, size · size · 3)
+    return {
+        "pixel_values": values,
+        "pixel_attention_mask": values.new_ones(values.shape[:2], dtype=torch.int32),
+        "spatial_shapes": torch.tensor([[rows, columns]]).expand(len(values), 2),  # on the CPU, where the model reads it
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from megabatch_train import settings
 from megabatch_train.data.dataset import IMAGE, TEXT
 from megabatch_train.names import MODELS, nearest
 from megabatch_train.towers import huggingface, huggingface_inputs, lora, open_clip, small
-from megabatch_train.towers.sentence_transformer import FileOptions, LayerConfig, write_tensors
+from megabatch_train.towers.sentence_transformer import FileOptions, LayerConfig, TextEncoder, layer_configs, write_tensors
 from megabatch_train.towers.tokens import TokenSizes, check_dropout
 from megabatch_train.towers.tower import SIDES, LoraConfig, Pair
 
@@ -34,12 +34,12 @@ PATCH_DROPOUT = "patch_dropout"  # option of image towers with patches
 SIZES = ("image_size", "context_length")  # options of `TokenSizes`, for models of open_clip and transformers
 
 
-def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), *, lora: LoraConfig | None = None, **options: Any) -> Pair:
+def load(spec: str, kinds: tuple[str, str] | None = (IMAGE, TEXT), *, lora: LoraConfig | None = None, **options: Any) -> Pair:
     """Loads towers by name, for data with sides of these kinds.
 
     Args:
         spec: see `megabatch_train.names.MODELS`.
-        kinds: the `sides` of a dataset.
+        kinds: the `sides` of a dataset; None for the sides of the model.
         lora: adapters for "hf:" and "hf-config:", which are trained instead of the weights. A rank of 0 means no adapters.
         options: the allowed options depend on the model. "small" has the fields of `small.SmallConfig`. All models have
             `query_prompt` and `document_prompt`, which texts of the first and second side begin with. "hf:" has the options of
@@ -65,7 +65,7 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), *, lora: LoraConfig 
     if spec == "small":
         config = small.build_config(options)
         text = small.text_tower(config)
-        first = small.image_tower(config) if kinds[0] == IMAGE else text
+        first = small.image_tower(config) if kinds is None or kinds[0] == IMAGE else text
         pair = Pair(first, text, small.INITIAL_SCALE, name=spec, options=options)
     elif family == "open_clip" and name:
         pair = open_clip.load(name, config, sizes)
@@ -75,7 +75,7 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), *, lora: LoraConfig 
         pair = huggingface.load_config(name, lora, sizes)
     else:
         raise ValueError(f"No such model: {spec}{nearest(spec, ['small'])}. Possible are: {'; '.join(MODELS)}")
-    if (pair.first.kind, pair.second.kind) != tuple(kinds):
+    if kinds is not None and (pair.first.kind, pair.second.kind) != tuple(kinds):
         raise ValueError(
             f"model must have towers for {kinds[0]} and {kinds[1]}, got {spec!r}, which is for {pair.first.kind} and "
             f"{pair.second.kind}; possible are: {'; '.join(MODELS)}"
@@ -94,10 +94,13 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), *, lora: LoraConfig 
 def _log_choice(pair: Pair, given: Mapping[str, Any]) -> None:
     """Logs whether the files of the model or the defaults determine how texts are encoded."""
     encoder, name = pair.second.module, pair.name.partition(":")[2].rpartition("+")[2]
-    assert isinstance(encoder, huggingface.TextEncoder)
+    if isinstance(encoder, huggingface.PairEncoder):
+        LOG.info("%s is a %s, which encodes images and texts with its own projections", name, type(encoder.model).__name__)
+        return
+    assert isinstance(encoder, TextEncoder)
     if "pooling" in pair.options:
         chosen = {key: value for key, value in {**pair.options, **given}.items() if value != ""}
-        dims = [f"a Dense layer of {layer.out_features}" for layer in huggingface.layer_configs(encoder) if layer.out_features]
+        dims = [f"a Dense layer of {layer.out_features}" for layer in layer_configs(encoder) if layer.out_features]
         description = ", ".join([*(f"{key} = {value!r}" for key, value in chosen.items()), *dims])
         LOG.info("%s is a model of sentence-transformers: %s", name, description)
     elif "pooling" not in given:
@@ -131,7 +134,7 @@ def adapt_texts(pair: Pair, options: Mapping[str, Any]) -> Pair:
         if not isinstance(prompt, str):
             raise ValueError(f"model_options.{key} must be a text, got {prompt!r}")
         if tower.kind == TEXT:
-            if isinstance(tower.module, huggingface.TextEncoder):
+            if isinstance(tower.module, TextEncoder):
                 tower = huggingface.exclude_prompt(tower, prompt)
             tower = replace(tower, prepare=Prompted(prompt, tower.prepare)) if prompt else tower
         towers.append(tower)
@@ -182,6 +185,8 @@ def image_size(spec: str, options: Mapping[str, Any]) -> int | None:
 # - A text encoder of transformers has the tensor names of transformers, with its config and tokenizer in the same folder, so
 #   `AutoModel.from_pretrained(FOLDER)` and `SentenceTransformer(FOLDER)` load it. The file also contains the layers after its
 #   pooling, under names that transformers ignores.
+# - A model of images and texts of transformers, such as CLIP, is saved in the same way, with its image processor, so
+#   `AutoModel.from_pretrained(FOLDER)` loads it.
 # - Two encoders of transformers have their configs and tokenizers in the folders `first` and `second`. Their weights are in one
 #   file, so both are always from the same step. `megabatch export` writes a separate model of each.
 # - LoRA adapters are in the folders `first` and `second`, in the format of PEFT, next to config and tokenizer. They are not in
@@ -215,7 +220,7 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
             "options": dict(pair.options),
             "logit_scale": pair.logit_scale,
             "logit_bias": pair.logit_bias,
-            "layers": huggingface.layer_configs(pair.second.module),
+            "layers": layer_configs(pair.second.module),
             "sentence_transformer": getattr(pair.second.module, "files", None),
             "bases": list_bases(pair.name, place) if pair.base_is_elsewhere else {},
             "frozen": _dtype_of_frozen(pair),
@@ -225,7 +230,7 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
         keep(pair, place)
         if pair.lora is not None:
             weights = _with_adapters(pair, weights, place)
-        if isinstance(pair.second.module, huggingface.TextEncoder):
+        if isinstance(pair.second.module, TextEncoder):
             if _is_one_model(pair):
                 huggingface.describe(pair, place, {f"layers.{key}": value for key, value in _of(_LAYERS, weights).items()})
             elif pair.lora is not None and pair.lora.merge:
@@ -295,7 +300,7 @@ def _build(description: dict[str, Any], place: Path) -> Pair:
             folders = [place / side for side in sides]
             layers = [settings.build(LayerConfig, layer) for layer in description.get("layers", ())]
             pair = huggingface.load_folders(description["name"], folders, adapters, layers)
-            if isinstance(pair.second.module, huggingface.TextEncoder) and (files := description.get("sentence_transformer")):
+            if isinstance(pair.second.module, TextEncoder) and (files := description.get("sentence_transformer")):
                 pair.second.module.files = settings.build(FileOptions, files)
         return _with_options(pair, description["options"])
     return load(description["name"], tuple(description["kinds"]), **description["options"])
@@ -344,7 +349,7 @@ def _modules(pair: Pair) -> dict[str, nn.Module]:
     """Returns the modules to save by the prefix of their tensor names. A module that serves both sides occurs once."""
     if _is_one_model(pair):
         encoder: Any = pair.first.module
-        return {"": encoder.model, **({_LAYERS: encoder.layers} if huggingface.layer_configs(encoder) else {})}
+        return {"": encoder.model, **({_LAYERS: encoder.layers} if layer_configs(encoder) else {})}
     if pair.first.module is pair.second.module:
         return {f"{SIDES[0]}.": pair.first.module}
     return {f"{side}.": tower.module for side, tower in zip(SIDES, pair.towers, strict=True)}
@@ -360,11 +365,25 @@ def _weights(pair: Pair) -> dict[str, Tensor]:
             # safetensors refuses two names for one tensor, so tied weights are stored twice.
             weights[prefix + key] = tensor.clone() if tensor.data_ptr() in stored_pointers else tensor
             stored_pointers.add(tensor.data_ptr())
-    if pair.name.startswith("open_clip:"):
-        weights["logit_scale"] = torch.full_like(weights["logit_scale"], math.log(pair.logit_scale))
-        if pair.logit_bias is not None and "logit_bias" in weights:
-            weights["logit_bias"] = torch.full_like(weights["logit_bias"], pair.logit_bias)
+    if isinstance(pair.first.module, open_clip.Sides | huggingface.PairEncoder):
+        _store_scale(weights, pair.logit_scale, pair.logit_bias)
     return weights
+
+
+def _store_scale(weights: dict[str, Tensor], scale: float, bias: float | None) -> None:
+    """Replaces the scale and the bias among the weights of a pair.
+
+    Args:
+        weights: the weights of a model of transformers or open_clip by name, which are changed in place.
+        scale: scale of the loss.
+        bias: bias of the loss, if it has one.
+    """
+    if "logit_scale" in weights:
+        weights["logit_scale"] = torch.full_like(weights["logit_scale"], math.log(scale))
+    elif "temperature" in weights:
+        weights["temperature"] = torch.full_like(weights["temperature"], 1 / scale)
+    if bias is not None and "logit_bias" in weights:
+        weights["logit_bias"] = torch.full_like(weights["logit_bias"], bias)
 
 
 def _with_adapters(pair: Pair, weights: dict[str, Tensor], place: Path) -> dict[str, Tensor]:

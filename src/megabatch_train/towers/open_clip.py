@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from megabatch import extras, file_io
 from megabatch.integrations.open_clip import CausalTexts
 from megabatch_train.data.images import RandomCrop, TrainingImages, to_pillow
-from megabatch_train.towers import huggingface
 from megabatch_train.towers.tokens import AS_STORED, TokenSizes, check_image_size, take_dropout, tokens_of_open_clip
-from megabatch_train.towers.tower import Pair, Tower, allows_remote_code, explain_remote_code, sample_inputs
+from megabatch_train.towers.tower import Pair, Tower, allows_remote_code, check_kernels, explain_remote_code, sample_inputs
 
 LOG = logging.getLogger("megabatch")
 
@@ -74,7 +73,7 @@ class ModelConfig:
     def check_text_model(self) -> None:
         """Raises if the config of the transformers text tower names kernels, which transformers would download and run."""
         if name := self.model["text_cfg"].get("hf_model_name"):
-            huggingface.check_kernels(name)
+            check_kernels(name)
 
     def resize(self, sizes: TokenSizes) -> "ModelConfig":
         """Returns the config with other sizes of images and texts."""

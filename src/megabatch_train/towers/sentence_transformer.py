@@ -1,5 +1,6 @@
-"""Reads and writes folders of sentence-transformers: poolings, dense layers, prompts and lengths."""
+"""Text encoders as in sentence-transformers: poolings, layers after the pooling, and the folders that describe them."""
 
+import inspect
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import extras, file_io
+from megabatch_train.towers.huggingface_inputs import Packed, disable_packing, enable_packing
 
 LOG = logging.getLogger("megabatch")
 
@@ -403,3 +405,126 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _write(path: Path, content: Any) -> None:
     file_io.write(path, lambda file: file.write(json.dumps(content, indent=2).encode()))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The encoder of texts that the files describe.
+
+
+class TextEncoder(nn.Module):
+    """A transformers model whose last layer is pooled over the tokens of a text, with optional layers after the pooling.
+
+    Attributes:
+        layers: layers of a sentence-transformers model after the pooling.
+        head: projection to the dimension that both encoders of a pair have.
+        causal: whether a token attends only to the tokens before it.
+        pooling: one of `POOLINGS`. The default is "mean". If the model is causal, the default is "last", because only the last
+            token depends on the whole text.
+        include_prompt: whether the tokens of a prompt are pooled too.
+        packed: whether texts are encoded without padding (`Packed`).
+        files: contents of the files of a sentence-transformers model that a saved model keeps.
+    """
+
+    def __init__(self, model: Any, dim: int | None = None, layers: Sequence[LayerConfig] = ()) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.layers = build_layers(layers)
+        last_dim = next((layer.out_features for layer in reversed(layers) if layer.out_features), None)
+        self.head = nn.Identity() if last_dim is not None and last_dim == dim else make_head(model, dim, last_dim)
+        self.causal = is_causal(model)
+        self.pooling = LAST if self.causal else MEAN
+        self.include_prompt = True
+        self.packed = False
+        self.files = FileOptions()
+        self._takes = set(inspect.signature(model.forward).parameters) if self.causal else set()
+
+    def forward(  # (n, T) each -> (n, D)
+        self, input_ids: Tensor, attention_mask: Tensor, pooled_mask: Tensor | None = None
+    ) -> Tensor:
+        """Returns embeddings of unit length. Texts can be padded on either side.
+
+        Args:
+            input_ids: tokens.
+            attention_mask: 1 for tokens and 0 for padding.
+            pooled_mask: 1 for tokens that are pooled, if some are excluded. If it is given, texts must not be packed.
+        """
+        if self.packed:
+            packed = Packed.of(input_ids, attention_mask)
+            states = packed.states(self.model)  # (tokens, H)
+            if self.pooling == LAST:
+                pooled = widen(packed.last(states))
+            elif self.pooling == MEAN:
+                pooled = packed.mean(widen(states))
+            else:
+                pooled = pool(self.pooling, *packed.unpack(states))
+        else:
+            states = self._encode_padded(input_ids, attention_mask)  # (n, T, H)
+            pooled = pool(self.pooling, states, attention_mask, pooled_mask)
+        return F.normalize(self.head(self.layers(pooled)), dim=-1)
+
+    def _encode_padded(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # (n, T, H)
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if "position_ids" in self._takes:  # padding on the left would shift the positions
+            inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
+        if "use_cache" in self._takes:  # the cache is for generation; it would grow when a checkpointed block is computed again
+            inputs["use_cache"] = False
+        states: Tensor = self.model(**inputs).last_hidden_state
+        return states
+
+    def pack(self) -> bool:
+        """Encodes texts without padding from now on if the embeddings stay the same. Returns whether they do.
+
+        The embedding of a text must not depend on the other texts of its chunk. With convolutions and recurrent layers it
+        would, because such layers read the tokens of neighboring texts.
+        """
+        if not ("position_ids" in self._takes and enable_packing(self.model)):
+            return False
+        device = next(self.parameters()).device
+        mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]], device=device)
+        ids = torch.arange(mask.numel(), device=device).view_as(mask) % 7 + 1
+        training = self.training
+        self.eval()  # evaluation draws no random numbers
+        try:
+            with torch.no_grad():
+                padded = self(ids, mask)
+                self.packed = True
+                unpadded, other = self(ids, mask), self(torch.cat((ids[:2] + 1, ids[2:])), mask)
+                precision = torch.finfo(self.model.dtype).eps
+                same = (unpadded - padded).abs().max() <= precision**0.5
+                self.packed = bool(same and (unpadded - other)[2].norm() <= precision)
+        except Exception:  # a model that does not support packing can raise any error
+            self.packed = False
+        finally:
+            self.train(training)
+        if not self.packed:
+            disable_packing(self.model)
+        return self.packed
+
+    def pad(self) -> None:
+        """Encodes texts with padding from now on."""
+        self.packed = False
+        disable_packing(self.model)
+
+
+def layer_configs(encoder: nn.Module) -> list[LayerConfig]:
+    """Returns the layers of a text encoder after its pooling. For another module, returns an empty list."""
+    if not isinstance(encoder, TextEncoder):
+        return []
+    return [layer.config for layer in encoder.layers if isinstance(layer, DenseLayer | UnitLength)]
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Returns whether a token of a transformers model attends only to the tokens before it."""
+    config: Any = model.config
+    has_causal_layer = any(getattr(part, "is_causal", False) is True for part in model.modules())
+    return has_causal_layer and getattr(config, "is_causal", True) is not False
+
+
+def make_head(model: nn.Module, dim: int | None, inner: int | None = None) -> nn.Module:
+    """Returns a projection from `inner` (default: the model's hidden size) to `dim`, or the identity if `dim` is None."""
+    if dim is None:
+        return nn.Identity()
+    config: Any = model.config
+    # Convolutional encoders have a hidden size per stage. The last one is the size of the output.
+    inner = inner or getattr(config, "hidden_size", None) or config.hidden_sizes[-1]
+    return nn.Linear(inner, dim, bias=False)

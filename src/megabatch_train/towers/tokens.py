@@ -248,12 +248,22 @@ class TokenSizes:
         """Returns the sizes of each encoder of a transformers model. An encoder of images comes before an encoder of texts."""
         if encoders == 2:
             return [TokenSizes(image_size=self.image_size), TokenSizes(context_length=self.context_length)]
-        if self.image_size is not None:
-            raise ValueError(f"model_options.image_size must be left out for a model without images, got {self.image_size}")
         return [self]
 
 
 AS_STORED = TokenSizes()
+
+
+def check_one_model(sizes: TokenSizes, *, has_images: bool) -> None:
+    """Raises an error for sizes that one transformers model for both sides does not support."""
+    if not has_images and sizes.image_size is not None:
+        raise ValueError(f"model_options.image_size must be left out for a model without images, got {sizes.image_size}")
+    for option in TokenSizes.__dataclass_fields__ if has_images else ():
+        if (value := getattr(sizes, option)) is not None:
+            raise ValueError(
+                f"model_options.{option} must be left out for one transformers model of images and texts, such as CLIP, "
+                f"which does not support other sizes, got {value}"
+            )
 
 
 def check_image_size(size: int, tokens: ImageTokens | None, name: str = "model_options.image_size") -> None:

@@ -506,6 +506,28 @@ def explain_remote_code(name: str) -> Iterator[None]:
         module.TIME_OUT_REMOTE_CODE = before
 
 
+def check_kernels(name: str | Path, **options: Any) -> None:
+    """Raises if a config names the repository of a kernel, because transformers would download the kernel and run its code."""
+    if allows_remote_code():
+        return
+    transformers = extras.load("transformers", purpose="A transformers encoder")
+    content, _ = transformers.PretrainedConfig.get_config_dict(name, **options)
+    if repositories := [text for text in _implementations(content) if "/" in text]:
+        raise ValueError(
+            f"{name} must be a model without custom code, got one whose config names the kernels of {repositories[0]!r}: "
+            "--trust-remote-code downloads and runs them with all rights of your user account"
+        )
+
+
+def _implementations(value: Any, key: str = "") -> Iterator[str]:
+    """Yields the values of keys such as "attn_implementation", also in nested dictionaries."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _implementations(part, key if key.endswith("_implementation") else str(name))
+    elif isinstance(value, str) and "_implementation" in key:
+        yield value
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Floating-point operations of matmuls, convolutions and attention.
 #
