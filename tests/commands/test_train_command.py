@@ -195,7 +195,7 @@ def test_columns_of_training_and_validation_data(pairs, capsys):
 
 
 def test_an_interrupted_run_is_evaluated_and_searched_on_its_own_data(pairs, capsys, caplog):
-    assert call("--set", "steps=4", "--output", "mine") == 0
+    assert call("--set", "steps=4", "--output", "mine", "--set", "checkpoint.every=1") == 0
     assert cli.main(["eval", "mine"]) == 0
     whole = capsys.readouterr().out
     (pairs / "mine" / "model.safetensors").unlink()

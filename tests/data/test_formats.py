@@ -124,7 +124,15 @@ def train(spec, output, *options):
     """The documented command. Returns the bits of the trained model."""
     output.parent.mkdir(exist_ok=True)
     (output.parent / "small.toml").write_text(SMALL)
-    common = ("--output", str(output), "--config", str(output.parent / "small.toml"), "--no-report")
+    common = (
+        "--output",
+        str(output),
+        "--config",
+        str(output.parent / "small.toml"),
+        "--no-report",
+        "--set",
+        "checkpoint.every=1",
+    )
     assert cli.main(["train", "--data", str(spec), *common, *map(str, options)]) == 0
     return hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest()
 

@@ -3,17 +3,19 @@
 import dataclasses
 import json
 import signal
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
 import runs
+from megabatch.world import World
 from megabatch_train.commands.train import _read_old_settings
 from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import results
 from megabatch_train.trainer.checkpoints import CheckpointError, read_manifest
-from megabatch_train.trainer.config import FIXED, FREE, TrainConfig
+from megabatch_train.trainer.config import FIXED, FREE, CheckpointConfig, TrainConfig
 from megabatch_train.trainer.health import StoppedError
 from megabatch_train.trainer.run import MetricsFile, began_in
 from megabatch_train.trainer.step import Fit
@@ -322,6 +324,39 @@ def test_checkpoints_by_time(tmp_path, monkeypatch):
     runs.trainer(tmp_path, {"steps": 8, "checkpoint": {"every": 100, "minutes": 15, "keep": 9}}, observers=[memory]).fit()
     names = [path.name for path in memory.files if path.name.startswith("step")]
     assert names == ["step_00000003", "step_00000006", "step_00000008"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "every", "wanted"),
+    [
+        (1, 0, [20]),  # a short run has only its last checkpoint
+        (4, 0, [8, 16, 20]),  # due after every second step, and 30 seconds apart
+        (40, 0, [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]),
+        (1, 5, [5, 10, 15, 20]),  # as the user has set
+    ],
+)
+def test_checkpoints_of_a_short_run_are_not_too_close(tmp_path, monkeypatch, seconds, every, wanted):
+    memory = runs.Memory()
+    made = runs.trainer(tmp_path, {"steps": 20, "checkpoint": {"every": every, "keep": 99}}, observers=[memory])
+    clock = types.SimpleNamespace(monotonic=lambda: float(seconds * made.step))
+    monkeypatch.setattr("megabatch_train.trainer.storage.time", clock)
+    made.fit()
+    assert [int(path.name.removeprefix("step_")) for path in memory.files if path.name.startswith("step")] == wanted
+
+
+def _of_one_clock(group, rank, folder):
+    made = runs.trainer(folder, {"steps": 20, "checkpoint": {"every": 0}}, world=World(torch.device("cpu"), group))
+    recent = CheckpointConfig.early
+    CheckpointConfig.early = lambda config, seconds: rank == 1  # the clock of one rank is behind
+    try:
+        made.fit()
+    finally:
+        CheckpointConfig.early = recent
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_ranks_skip_the_same_checkpoints(pool, tmp_path):
+    assert pool.run(_of_one_clock, 2, tmp_path) == [["step_00000020"]] * 2
 
 
 def test_the_best_weights_are_kept(tmp_path, monkeypatch, caplog):

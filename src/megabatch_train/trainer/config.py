@@ -28,6 +28,7 @@ SCRATCH_RATE = 5e-4  # highest learning rate of a model with random weights, as 
 # faster, probably because the first gradients point in one direction and Adam moves all weights of a matrix together
 # (docs/log.md, "A fast warm-up").
 STEEPEST_RISE = 5e-6
+SHORTEST_INTERVAL = 30.0  # seconds between two checkpoints of a run without `checkpoint.every`
 
 Name = Literal["clip", "siglip", "info_nce", "dcl", "hcl", "nt_xent", "sup_con", "matryoshka", "distill"]
 CONTRASTS = ("info_nce", "dcl", "hcl")  # losses with the options hard negatives, margin, guide and symmetric
@@ -171,7 +172,7 @@ class MemoryConfig:
 class CheckpointConfig:
     """When to save a checkpoint, and how many to keep."""
 
-    every: int = 0  # steps between checkpoints; 0 writes ten per run. The last step always has one
+    every: int = 0  # steps between checkpoints; 0 writes up to ten per run, 30 s apart. The last step always has one
     minutes: float = 15.0  # longest time between checkpoints, in minutes; 0 for no limit
     keep: int = 2  # number of checkpoints that are kept
     best: str = "auto"  # metric that selects the weights in best/; "auto" is recall@1 by text, "none" keeps none
@@ -188,6 +189,13 @@ class CheckpointConfig:
     def due(self, step: int, steps: int) -> bool:
         """Returns whether a checkpoint is due after step `step` of `steps`."""
         return step == steps or step % (self.every or max(1, steps // 10)) == 0
+
+    def early(self, seconds: float) -> bool:
+        """Returns whether a checkpoint can be skipped because the last one is only `seconds` old.
+
+        A short run would otherwise spend much of its time on ten checkpoints. `every` sets a fixed number of steps.
+        """
+        return self.every == 0 and seconds < SHORTEST_INTERVAL
 
     def late(self, seconds: float) -> bool:
         """Returns whether a checkpoint is due because the last one is `seconds` old."""

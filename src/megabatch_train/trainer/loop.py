@@ -427,14 +427,15 @@ class Trainer:
             with phase("optimizer"):
                 self.average.update(self.step)
         self._unreadable.check(self.step, stage.config.batch_size, outcome.pairs, self.world)
-        stop_number, is_overdue = map(int, self.world.max([stop.number, self._storage.is_overdue()]))
+        stop_number, is_overdue, is_recent = map(int, self.world.max([stop.number, *self._storage.check_clock()]))
         self._record(outcome, batch.epoch, rate, start, clock, self._trained.utilizations[self.stages.index(stage)])
         self._unreadable.log_new()
         failure = None
         if self.config.collapse == "stop":
             failure = self._health.failure() or self._missing_negatives.failure()
         with phase("checkpoint"):
-            self._storage.after_step(step.fit, now=bool(is_overdue), stopping=bool(stop_number or failure))
+            stopping = bool(stop_number or failure)
+            self._storage.after_step(step.fit, now=bool(is_overdue), skip=bool(is_recent), stopping=stopping)
         if stop_number:
             raise self._describe_stop(stop_number)
         if failure:

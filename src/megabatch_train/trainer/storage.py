@@ -356,16 +356,18 @@ class Storage:
                 runs.remove_best(self._run.folder)
             self._run.write(runs.environment(config, pair, self._world, len(self._dataset), self._run.total_steps))
 
-    def is_overdue(self) -> bool:
-        """Returns whether the last checkpoint is too old, by the clock of this rank."""
-        return self._config.checkpoint.late(time.monotonic() - self._last_time)
+    def check_clock(self) -> tuple[bool, bool]:
+        """Returns whether the last checkpoint is too old, and whether it is too recent for another one, on this rank."""
+        seconds = time.monotonic() - self._last_time
+        return self._config.checkpoint.late(seconds), self._config.checkpoint.early(seconds)
 
-    def after_step(self, fit: Fit, *, now: bool, stopping: bool) -> None:
+    def after_step(self, fit: Fit, *, now: bool, skip: bool, stopping: bool) -> None:
         """Writes a checkpoint if one is due, and the weights after the last step.
 
         Args:
             fit: the chunk sizes of the step.
             now: whether a checkpoint is due regardless of the number of the step.
+            skip: whether a checkpoint that is due by the number of the step is skipped, unless it is the last step.
             stopping: whether the run stops after this step. The checkpoint is then on disk when this method returns.
         """
         step, steps = self._run.step, self._run.total_steps
@@ -373,7 +375,7 @@ class Storage:
         if step == steps:  # the weights are written before the checkpoint, because they take less disk space
             self.complete_pending(wait=True)
             self.save_weights()
-        if now or stopping or self._config.checkpoint.due(step, steps):
+        if now or stopping or (self._config.checkpoint.due(step, steps) and (step == steps or not skip)):
             self._save_checkpoint(fit, required=stopping or step == steps)
 
     def save_before_failure(self, fit: Fit) -> None:
