@@ -39,6 +39,7 @@ def test_two_stages_with_fewer_tokens_train_evaluate_and_export(photos):
         batch_size = 4
         collapse = "warn"
         model_options = { image_size = 32, context_length = 20, patch_dropout = 0.25 }
+        checkpoint = { every = 1, keep = 9 }
         [[stage]]
         steps = 2
         image_size = 16
