@@ -153,7 +153,7 @@ def embed_texts(texts, prompt=$prompt):
 )
 _CLIP_TEXTS = _Preprocessing(
     ("import open_clip",),
-    'tokenizer = open_clip.get_tokenizer("local-dir:" + folder)',
+    'tokenizer = open_clip.get_tokenizer("local-dir:" + folder$place)',
     """
 def embed_texts(texts, prompt=$prompt):
     tokens = tokenizer([prompt + text for text in texts])
@@ -194,7 +194,7 @@ def embed_images(images):
 )
 _CLIP_IMAGES = _Preprocessing(
     ("import json", "import numpy", "from open_clip.transform import PreprocessCfg, image_transform_v2"),
-    """with open(folder + "/open_clip_config.json") as file:
+    """with open(folder$place + "/open_clip_config.json") as file:
     preprocessing = PreprocessCfg(size=$size, **json.load(file)["preprocess_cfg"])
 transform = image_transform_v2(preprocessing, is_train=False)""",
     """
@@ -293,6 +293,9 @@ def export(pair: Pair, form: str, folder: Path) -> None:
 
 
 def _export_open_clip(pair: Pair, folder: Path) -> None:
+    """Writes one model. LoRA adapters are merged into the weights."""
+    if pair.lora is not None:
+        pair = dataclasses.replace(pair, lora=dataclasses.replace(pair.lora, merge=True))
     towers.save(pair, folder).replace(folder / "open_clip_model.safetensors")  # the file name that open_clip expects on the hub
 
 

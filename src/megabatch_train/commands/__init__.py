@@ -31,7 +31,7 @@ DATA_HELP = "table, shards, image folder or Hugging Face dataset; see `megabatch
 MODEL_HELP = "folder of a run, checkpoint, or name of a model; see `megabatch help models`"
 WORKERS_HELP = "number of data-loader workers; 0 reads samples in the main process"
 CHUNK_HELP = "number of samples that a tower encodes at once"
-LORA_HELP = "train LoRA adapters of this rank instead of the weights of an hf: model"
+LORA_HELP = "train LoRA adapters of this rank instead of the weights of an hf: or open_clip: model"
 NEGATIVE, OPTIONAL = "negative", ("negative", "label", "score")  # roles that do not need a column
 NAMED_RUNS = 8  # largest number of runs in the message about an unknown run
 # Modules with several commands. The other commands have a module of their name.

@@ -202,17 +202,17 @@ def model(
         image_size: side length of images in pixels (default: the model's size).
         length: number of tokens of a text (default: the model's length).
         patch_dropout: fraction of the patches of an image that a step drops.
-        lora: LoRA rank of a transformers model, whose adapters are trained instead of its weights. 0 means no adapters.
+        lora: LoRA rank of adapters that are trained instead of the weights of the model. 0 means no adapters.
         frozen: dtype of the frozen weights of a model with adapters.
     """
-    if lora and not spec.startswith(("hf:", "hf-config:")):
-        raise ValueError(f'lora must be left out for models other than "hf:" and "hf-config:", got {lora} for {spec!r}')
+    if lora and not spec.startswith(("hf:", "hf-config:", "open_clip:")):
+        raise ValueError(f'lora must be left out for models other than "hf:" and "open_clip:", got {lora} for {spec!r}')
     family, _, name = spec.partition(":")
     with torch.device("meta"), _offline():
         if spec == "small":
             sides = _small(image_size, length)
         elif family == "open_clip" and name:
-            sides = _open_clip(name, image_size, length)
+            sides = _open_clip(name, image_size, length, lora)
         elif family in ("hf", "hf-config") and name:
             sides = _huggingface(spec, image_size, length, lora)
         elif spec[:1].isdigit():
@@ -224,7 +224,7 @@ def model(
     with nowhere():
         for module in {id(side.module): side.module for side in sides}.values():
             without_data(module)
-        if family in ("hf", "hf-config"):
+        if family in ("hf", "hf-config") or lora:
             _freeze_unused(sides)
         if lora:
             store_frozen([side.module for side in sides], frozen)
@@ -244,8 +244,8 @@ def _small(image_size: int | None, length: int | None) -> tuple[ModelSide, Model
     )
 
 
-def _open_clip(name: str, image_size: int | None, length: int | None) -> tuple[ModelSide, ModelSide]:
-    from megabatch_train.towers.open_clip import Sides, find_architecture, package, quiet, split_name
+def _open_clip(name: str, image_size: int | None, length: int | None, lora: int) -> tuple[ModelSide, ModelSide]:
+    from megabatch_train.towers.open_clip import Sides, adapt, find_architecture, package, quiet, split_name
 
     options: dict[str, Any] = {"force_image_size": image_size}
     if length is not None:
@@ -262,6 +262,8 @@ def _open_clip(name: str, image_size: int | None, length: int | None) -> tuple[M
     for name in ("logit_scale", "logit_bias"):
         if getattr(clip, name, None) is not None:
             getattr(clip, name).requires_grad_(False)
+    if lora:
+        adapt(clip, LoraConfig(lora))
     size = clip.visual.image_size
     height, width = (size, size) if isinstance(size, int) else size
     tokens = length or int(clip.context_length)

@@ -40,7 +40,7 @@ def load(spec: str, kinds: tuple[str, str] | None = (IMAGE, TEXT), *, lora: Lora
     Args:
         spec: see `megabatch_train.names.MODELS`.
         kinds: the `sides` of a dataset; None for the sides of the model.
-        lora: adapters for "hf:" and "hf-config:", which are trained instead of the weights. A rank of 0 means no adapters.
+        lora: adapters for all models except "small", which are trained instead of the weights. A rank of 0 means no adapters.
         options: the allowed options depend on the model. "small" has the fields of `small.SmallConfig`. All models have
             `query_prompt` and `document_prompt`, which texts of the first and second side begin with. "hf:" has the options of
             `huggingface.adapt`, which replace the options in the files of a sentence-transformers model. "open_clip:FILE.json"
@@ -51,8 +51,8 @@ def load(spec: str, kinds: tuple[str, str] | None = (IMAGE, TEXT), *, lora: Lora
     family, _, name = spec.partition(":")
     texts = {key: options.pop(key) for key in TEXT_OPTIONS if key in options}
     lora = lora if lora is not None and lora.rank else None
-    if lora is not None and family not in ("hf", "hf-config"):
-        raise ValueError(f'lora.rank must be 0 for models other than "hf:" and "hf-config:", got {lora.rank} for {spec!r}')
+    if lora is not None and spec == "small":
+        raise ValueError(f'lora.rank must be 0 for "small", which has no trained weights to adapt, got {lora.rank}')
     dropout = options.pop(PATCH_DROPOUT, None)
     chosen = {} if spec == "small" else {key: options.pop(key) for key in SIZES if options.get(key) is not None}
     sizes = TokenSizes.of(chosen)
@@ -68,7 +68,7 @@ def load(spec: str, kinds: tuple[str, str] | None = (IMAGE, TEXT), *, lora: Lora
         first = small.image_tower(config) if kinds is None or kinds[0] == IMAGE else text
         pair = Pair(first, text, small.INITIAL_SCALE, name=spec, options=options)
     elif family == "open_clip" and name:
-        pair = open_clip.load(name, config, sizes)
+        pair = open_clip.load(name, config, sizes, lora)
     elif family == "hf" and name:
         pair = huggingface.load(name, lora, sizes)
     elif family == "hf-config" and name:
@@ -287,10 +287,12 @@ def read_step(folder: str | Path) -> int | None:
 def _build(description: dict[str, Any], place: Path) -> Pair:
     """Builds the towers without loading their weights."""
     family, _, name = description["name"].partition(":")
+    adapters = settings.build(LoraConfig, description["lora"]) if description.get("lora") else None
     if family == "open_clip":
-        return _with_options(open_clip.load_folder(name, place, TokenSizes.of(description["options"])), description["options"])
+        folder = place if adapters is None else place / SIDES[0]
+        pair = open_clip.load_folder(name, folder, TokenSizes.of(description["options"]), adapters)
+        return _with_options(pair, description["options"])
     if family in ("hf", "hf-config"):
-        adapters = settings.build(LoraConfig, description["lora"]) if description.get("lora") else None
         if family == "hf" and adapters is not None:
             bases = _find_moved(name, place, description.get("bases", {}))
             pair = huggingface.load(bases, adapters, TokenSizes.of(description["options"]))
@@ -379,11 +381,16 @@ def _store_scale(weights: dict[str, Tensor], scale: float, bias: float | None) -
         bias: bias of the loss, if it has one.
     """
     if "logit_scale" in weights:
-        weights["logit_scale"] = torch.full_like(weights["logit_scale"], math.log(scale))
+        weights["logit_scale"] = _fill_like(weights["logit_scale"], math.log(scale))
     elif "temperature" in weights:
-        weights["temperature"] = torch.full_like(weights["temperature"], 1 / scale)
+        weights["temperature"] = _fill_like(weights["temperature"], 1 / scale)
     if bias is not None and "logit_bias" in weights:
-        weights["logit_bias"] = torch.full_like(weights["logit_bias"], bias)
+        weights["logit_bias"] = _fill_like(weights["logit_bias"], bias)
+
+
+def _fill_like(tensor: Tensor, value: float) -> Tensor:
+    """Returns a tensor of this shape in at least float32. Frozen weights of a run with adapters can be in half precision."""
+    return torch.full_like(tensor, value, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _with_adapters(pair: Pair, weights: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
@@ -429,7 +436,7 @@ def keep(pair: Pair, place: Path) -> None:
     """Writes the files that rebuild the towers and their preprocessing, except the weights."""
     place.mkdir(parents=True, exist_ok=True)
     for number, tower in enumerate(pair.towers):
-        if tower.keep is not None and (number == 0 or pair.first.module is not pair.second.module):
+        if tower.keep is not None and (number == 0 or tower.keep != pair.first.keep):
             tower.keep(place / folder_of(pair, number))
 
 

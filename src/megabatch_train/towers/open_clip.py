@@ -20,8 +20,18 @@ from torch import Tensor, nn
 from megabatch import extras, file_io
 from megabatch.integrations.open_clip import CausalTexts
 from megabatch_train.data.images import RandomCrop, TrainingImages, to_pillow
+from megabatch_train.towers import huggingface
+from megabatch_train.towers.lora import check_targets, inject, merge_adapters
 from megabatch_train.towers.tokens import AS_STORED, TokenSizes, check_image_size, take_dropout, tokens_of_open_clip
-from megabatch_train.towers.tower import Pair, Tower, allows_remote_code, check_kernels, explain_remote_code, sample_inputs
+from megabatch_train.towers.tower import (
+    LoraConfig,
+    Pair,
+    Tower,
+    allows_remote_code,
+    check_kernels,
+    explain_remote_code,
+    sample_inputs,
+)
 
 LOG = logging.getLogger("megabatch")
 
@@ -212,13 +222,14 @@ class Sides(nn.Module):
         return F.normalize(features, dim=-1)
 
 
-def load(name: str, config: str | None = None, sizes: TokenSizes = AS_STORED) -> Pair:
+def load(name: str, config: str | None = None, sizes: TokenSizes = AS_STORED, lora: LoraConfig | None = None) -> Pair:
     """Loads the towers of a model. "NAME@WEIGHTS" loads pretrained weights.
 
     Args:
         name: an architecture or a config file, optionally with weights.
         config: the contents of the config file (default: the file is read).
         sizes: sizes of images and texts that replace the sizes of the architecture.
+        lora: adapters, which are trained instead of the weights.
 
     Returns:
         The pair. Its options contain the prompts of the run of megabatch that saved the weights, which are not applied yet, and
@@ -248,7 +259,7 @@ def load(name: str, config: str | None = None, sizes: TokenSizes = AS_STORED) ->
             f"the weights {weights} of {chosen} could not be loaded; the first use downloads them, later uses read the local "
             f"cache. {str(error).splitlines()[0]}"
         ) from error
-    pair = _pair(name, loaded, tokenizer, parsed.resize(sizes), _prompts_of(weights))
+    pair = _pair(name, loaded, tokenizer, parsed.resize(sizes), _prompts_of(weights), lora)
     _check_sizes(pair, sizes)
     return pair
 
@@ -266,13 +277,14 @@ def _check_sizes(pair: Pair, sizes: TokenSizes) -> None:
         )
 
 
-def load_folder(name: str, folder: Path, sizes: TokenSizes = AS_STORED) -> Pair:
+def load_folder(name: str, folder: Path, sizes: TokenSizes = AS_STORED, lora: LoraConfig | None = None) -> Pair:
     """Builds the towers of a model that is saved in open_clip's format. The caller loads the weights.
 
     Args:
         name: name of the pair.
         folder: folder with an `open_clip_config.json`, and with the files of a transformers tokenizer if the model has one.
         sizes: the sizes in the options of the model. For image towers of timm, open_clip does not read them from the config.
+        lora: adapters that the saved model has.
     """
     open_clip, path = package(), folder / CONFIG
     if not path.is_file():
@@ -284,7 +296,7 @@ def load_folder(name: str, folder: Path, sizes: TokenSizes = AS_STORED) -> Pair:
             f"local-dir:{folder}", load_weights=False, pretrained_text=False, force_image_size=sizes.image_size
         )
         tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}", **_tokenizer_options(config))
-    return _pair(name, loaded, tokenizer, config, {})
+    return _pair(name, loaded, tokenizer, config, {}, lora)
 
 
 def _tokenizer_options(config: ModelConfig) -> dict[str, Any]:
@@ -317,16 +329,28 @@ def _prompts_of(weights: str) -> dict[str, str]:
     return {key: options[key] for key in ("query_prompt", "document_prompt") if isinstance(options.get(key), str)}
 
 
-def _pair(name: str, loaded: tuple[Any, Any, Any], tokenizer: Any, config: ModelConfig, options: Mapping[str, Any]) -> Pair:
+def _pair(
+    name: str,
+    loaded: tuple[Any, Any, Any],
+    tokenizer: Any,
+    config: ModelConfig,
+    options: Mapping[str, Any],
+    lora: LoraConfig | None,
+) -> Pair:
     model, _, evaluation = loaded
     if dropout := take_dropout(model.visual):
         options = {"patch_dropout": dropout, **options}
+    if lora is not None:
+        adapt(model, lora)
     bias = getattr(model, "logit_bias", None)
     for parameter in (model.logit_scale, bias):
         if parameter is not None:
             parameter.requires_grad_(False)
     module, images, texts = Sides(model), _OpenClipImages(model.visual, evaluation), _OpenClipTexts(tokenizer)
     lengths = None if module.causal is None else module.causal.lengths
+    if lora is not None:
+        size = (2, 3, *images.size)
+        huggingface.freeze_unused(module, {"image": torch.zeros(size)}, texts.collate([texts.prepare("a", None)]))
     return Pair(
         Tower(
             module,
@@ -342,7 +366,16 @@ def _pair(name: str, loaded: tuple[Any, Any, Any], tokenizer: Any, config: Model
         logit_bias=None if bias is None else bias.detach().item(),
         name=f"open_clip:{name}",
         options=options,
+        lora=lora,
     )
+
+
+def adapt(model: nn.Module, lora: LoraConfig) -> None:
+    """Adds adapters to an open_clip model in place, and freezes its other weights."""
+    if lora.quantize != "none":
+        raise ValueError(f'lora.quantize must be "none" for open_clip models, got {lora.quantize!r}; hf: models support it')
+    inject(model, lora)
+    check_targets([model], lora)
 
 
 @dataclass(frozen=True)
@@ -454,7 +487,8 @@ def export_clip(pair: Pair, folder: Path) -> None:
     try:
         config = _clip_config(transformers, described, module.model)
         model = transformers.CLIPModel(config)
-        state = convert_weights(module.model.state_dict())
+        weights = module.model.state_dict()
+        state = convert_weights(weights if pair.lora is None else merge_adapters(module.model, weights))
         state["logit_scale"] = torch.tensor(math.log(pair.logit_scale))
         model.load_state_dict(state)
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:

@@ -120,7 +120,7 @@ class Tower:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Adapters of "hf:" and "hf-config:" models."""
+    """Adapters of all models except "small"."""
 
     rank: int = 0  # LoRA rank of the adapters; 0 trains all weights without adapters
     alpha: float | None = None  # adapters are multiplied by alpha / rank (default: twice the rank)
