@@ -15,6 +15,7 @@ from megabatch_train.evaluation import encode
 from megabatch_train.export import export
 from megabatch_train.towers import lora, tower
 from megabatch_train.towers.tower import LoraConfig
+from megabatch_train.trainer import build
 
 pytest.importorskip("peft", reason='pip install "megabatch[huggingface]"')
 
@@ -254,6 +255,36 @@ def test_compiled_layers_with_adapters(open_clip_config, monkeypatch):
         found.append([parameter.grad for parameter in encoder.parameters() if parameter.requires_grad])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def on_rank(group, rank, spec, parallel):
+    """The gradients of adapters for a batch of five pairs, of which the first rank has three."""
+    pair = adapted(spec)
+    encoder = pair.first.module.double()
+    inputs = inputs_of(pair)
+    rows = slice(None) if group is None else slice(0, 3) if rank == 0 else slice(3, 5)
+    own = [{key: value[rows] for key, value in side.items()} for side in inputs]
+    wrapped = build.wrap([encoder, encoder], inputs, World(torch.device("cpu"), group), parallel)
+    mb.cached_backward(lambda x, y: mb.clip_loss(x, y, 5.0, group=group), list(zip(wrapped, own, strict=True)), chunk_size=2)
+    gradients = {name: parameter.grad for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in gradients.items()}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["open_clip", "CLIP"])
+def test_two_ranks_are_one(pool, tmp_path, kind, parallel):
+    if kind == "open_clip":
+        pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
+        spec = write_open_clip(tmp_path)
+    else:
+        pairs.write_pair(tmp_path, kind)
+        spec = f"hf:{tmp_path}"
+    wanted = on_rank(None, 0, spec, parallel)
+    for found in pool.run(on_rank, 2, spec, parallel):
+        assert found.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", ["open_clip", "Siglip"])

@@ -1,6 +1,7 @@
 """Config files of open_clip: a run does not depend on the file, and no file can choose code that runs."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import pairs
 from megabatch_train import settings, towers
 from megabatch_train.commands.train import _store_model_config
 from megabatch_train.evaluation import encode
@@ -58,6 +60,21 @@ def test_a_run_keeps_its_own_config_and_tokenizer(run, tmp_path):
         for one, other in zip(embeddings(found), wanted, strict=True):
             assert torch.equal(one, other)
     assert json.loads((tmp_path / "again" / CONFIG).read_text())["model_cfg"] == TINY
+
+
+def test_a_run_keeps_a_tokenizer_of_transformers(tmp_path):
+    pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
+    pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
+    pairs.write_pair(tmp_path / "tokenizer", "CLIP")
+    text = {**TINY["text_cfg"], "vocab_size": 12, "hf_tokenizer_name": str(tmp_path / "tokenizer")}
+    (tmp_path / "tiny.json").write_text(json.dumps({**TINY, "text_cfg": text}))
+    pair = towers.load(f"open_clip:{tmp_path / 'tiny.json'}")
+    towers.save(pair, tmp_path / "run")
+    shutil.rmtree(tmp_path / "tokenizer")
+    again = towers.load_saved(tmp_path / "run")
+    tokens = [one.second.collate([one.second.prepare("a red cat", None)])["text"] for one in (pair, again)]
+    assert torch.equal(*tokens)
+    assert tokens[0][0, :5].tolist() == [2, 1, 7, 4, 3]
 
 
 def test_export_to_transformers_and_to_open_clip(run, tmp_path):

@@ -192,6 +192,8 @@ def _shard(module: nn.Module, world: World, offload: bool) -> nn.Module:
     options: Any = {
         "mesh": DeviceMesh.from_group(world.group, world.device.type),
         "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy(),
+        # FSDP2 does not shard scalars. The frozen scale of a CLIP model is the same on all ranks.
+        "ignored_params": {part for part in module.parameters() if part.dim() == 0 and not part.requires_grad},
     }
     for part in module.modules():
         if isinstance(part, nn.ModuleList):
