@@ -306,10 +306,10 @@ def _tokenizer_options(config: ModelConfig) -> dict[str, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hides open_clip's warning that the model has random weights, because other weights follow. Other warnings are shown."""
+    """Hides open_clip's warnings about the weights in a folder, because other weights follow. Other warnings are shown."""
 
     def is_shown(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("No pretrained weights loaded")
+        return not record.getMessage().startswith(("No pretrained weights loaded", "Multiple checkpoints found"))
 
     logging.root.addFilter(is_shown)  # open_clip calls `logging.warning`
     try:
