@@ -1,5 +1,6 @@
 """Sources in proportion: the same batches on any number of ranks and from any step on, each source in its own order."""
 
+import dataclasses
 import json
 
 import pytest
@@ -106,10 +107,11 @@ def test_a_run_on_a_mixture_continues_with_the_same_bits_and_with_any_number_of_
     def made(folder, **changes):
         return runs.trainer(tmp_path / folder, changes, data=Mix([runs.Numbers(), runs.Numbers(samples=9)], [1, 3]))
 
-    whole, failed, readers = made("whole"), made("failed"), made("readers", workers=2)
+    every = {"every": 1, "keep": 9}
+    whole, failed, readers = made("whole"), made("failed", checkpoint=every), made("readers", workers=2)
     whole.fit()
     readers.fit()
-    failed.order = runs.Failing(failed.order, 5)
+    failed.stages = [dataclasses.replace(failed.stages[0], order=runs.Failing(failed.order, 5))]
     with pytest.raises(FloatingPointError, match="meant to fail"):
         failed.fit()
     resumed = made("failed")

@@ -75,8 +75,8 @@ def clip_loss(
         group: a process group, or a `DeviceMesh` of one dimension, whose ranks share the batch (default: this process only).
             Each rank passes its own pairs, and all ranks must run backward. "mean" returns this rank's part of the mean. The
             mean of these parts over ranks is the loss of the whole batch, and the mean of the gradients in DDP is its gradient.
-            All ranks must multiply this mean by the same factor. "sum" and "none" return the losses of this rank's pairs. See
-            docs/ring.md.
+            All ranks must multiply this mean by the same factor. "sum" and "none" return the losses of this rank's pairs.
+            See docs/ring.md.
         backend: "auto", "eager" (PyTorch operations) or "triton" (kernels). It changes the speed but not the result.
     """
     label_smoothing = checks.check_smoothing(label_smoothing, ids=ids)
