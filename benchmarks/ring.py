@@ -32,7 +32,7 @@ from torch import Tensor
 
 import megabatch
 from megabatch import ring
-from megabatch.ring import ranks
+from megabatch.ring import lap
 from megabatch.ring.ranks import Parcel, Ranks
 from megabatch.tiles import eager
 from megabatch.tiles.block import Block, ColumnGradients, Needs
@@ -63,11 +63,11 @@ ABOUT = {  # in the order of the table
 
 @contextmanager
 def synchronous(rows: int) -> Iterator[Loss]:
-    ranks.OVERLAP, before = False, ranks.OVERLAP
+    lap.OVERLAP, before = False, lap.OVERLAP
     try:
         yield losses.ring_loss
     finally:
-        ranks.OVERLAP = before
+        lap.OVERLAP = before
 
 
 def gather_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:

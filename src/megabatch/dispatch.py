@@ -131,9 +131,9 @@ class Limits:
     dense_triton: int = 8192
     # Up to 32,768 rows, a step is launch-bound, and `operators.one_gpu` saves several milliseconds because it has few launches.
     # With 65,536 rows, a step is not launch-bound. The module is faster because it does not set the sums of dy to 0 first, and
-    # because its strips are larger. H200, bf16, 65,536 rows, D = 512 / 768 / 1024, ms: `clip_loss` 27.2 / 40.8 / 54.5 instead
-    # of 27.7 / 41.7 / 55.4 in two passes, `siglip_loss` 23.0 / 32.1 / 41.5 instead of 23.9 / 33.4 / 43.0. It needs 0.3 GiB more
-    # memory.
+    # because its strips are larger. H200, bf16, 65,536 rows, D = 512 / 768 / 1024, ms: `clip_loss` 27.2 / 40.8 / 54.5, and with
+    # the smaller strips of the operator 27.7 / 41.7 / 55.4. `siglip_loss` 23.0 / 32.1 / 41.5, and 23.9 / 33.4 / 43.0. The
+    # module needs 0.3 GiB more memory.
     one_gpu: int = 65536
     # A step with more views is not launch-bound. H200, bf16, D = 512, 65,536 views: 16.4 ms by the operator.
     one_gpu_views: int = 32768
@@ -208,7 +208,7 @@ def choose_module(
         group: the name of the process group; empty for one process.
         reduction: the reduction of the loss. With "none", a call takes two passes, because each row has its own upstream
             gradient. So does a sum over ranks, because each rank has its own upstream gradient.
-        standard: False if the loss has label smoothing, biases, further negatives or a guide. Such a call takes two passes.
+        standard: False if the loss has label smoothing, further negatives, a margin or a guide. Such a call takes two passes.
     """
     if reduction == "none" or not standard or (group and reduction == "sum"):
         return ""
@@ -252,7 +252,7 @@ def describe_rules() -> list[tuple[str, str, str, str, str]]:
     return [
         (
             rule.path,
-            ("all" if rule.kinds == KINDS else "; ".join(rule.kinds)) + ("" if rule.standard else ", with these options"),
+            ("all" if rule.kinds == KINDS else "; ".join(rule.kinds)) + ("" if rule.standard else ", with the options below"),
             {EAGER: "PyTorch", TRITON: "Triton"}.get(rule.engine, "both") + (", CPU" if rule.cpu_only else ""),
             _describe_size(rule),
             "one process" if rule.plain else "anywhere",

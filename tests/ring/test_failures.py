@@ -11,7 +11,7 @@ import torch.distributed as dist
 import megabatch as mb
 from helpers import PATIENCE, leaves, unit
 from megabatch import ring
-from megabatch.ring import ranks
+from megabatch.ring import lap, ranks
 from megabatch.ring.ranks import Ranks, address, agree
 from ranks import Pool
 
@@ -308,14 +308,14 @@ def die(group, rank):
     x, y = leaves(unit(3, 4, seed=rank), unit(3, 4, seed=rank + 5))
     with ring.use_route("ring"):
         loss = mb.clip_loss(x, y, 1.0, reduction="sum", group=group)  # backward runs the second lap
-        post = ranks.Lap._post_sums
+        post = lap.Lap._post_sums
 
         def fall_over(self, step, *rest):
             if rank == 1 and step == 1:
                 os._exit(1)
             return post(self, step, *rest)
 
-        ranks.Lap._post_sums = fall_over
+        lap.Lap._post_sums = fall_over
         loss.backward()
 
 

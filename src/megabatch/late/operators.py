@@ -21,8 +21,9 @@ from megabatch.operators.autograd import (
     statistic,
 )
 from megabatch.operators.two_pass import KEPT, SEPARATE
+from megabatch.ring.lap import Lap, Merge, Tensors, Work
 from megabatch.ring.passes import add
-from megabatch.ring.ranks import Lap, Merge, Ranks, Tensors, Work, agree, choose_route
+from megabatch.ring.ranks import Ranks, agree, choose_route
 from megabatch.ring.routes import Route
 from megabatch.tiles.block import EAGER, HALF_DTYPE, accumulator_dtype, windows
 from megabatch.tiles.eager import diagonal_of

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 from megabatch.dispatch import constant, transforms_are_active
+from megabatch.ring.lap import Tensors
 from megabatch.ring.passes import RingPasses, RingTriangle
-from megabatch.ring.ranks import Ranks, Tensors, agree, choose_route
+from megabatch.ring.ranks import Ranks, agree, choose_route
 from megabatch.tiles.block import (
     FLOAT16,
     Block,

@@ -1,7 +1,8 @@
 """The fused path: operators that compute a loss together with its gradients, for any number of rows and ranks.
 
 In a mean or a sum, the gradient of every pair is known up to one factor before backward is called, so the forward pass can
-compute it. Backward only multiplies by the gradient of the loss. A softmax loss takes two passes over the tiles in any case,
+compute it. Backward only multiplies by the gradient of the loss. In a sum over ranks, each rank has another factor, so such a
+call takes the two-pass path. A softmax loss takes two passes over the tiles in any case,
 because a softmax weight needs the complete sum. A sigmoid loss takes only one pass, because its gradient is computed while the
 tile exists: 6·N²·D operations instead of 8.
 
@@ -73,11 +74,9 @@ def _find_needs(*inputs: Tensor) -> list[bool]:
     return [torch.is_grad_enabled() and (is_transformed or value.requires_grad) for value in inputs]
 
 
-def _scale_in_backward(operator: CustomOpDef, *, learned: int, group: int) -> None:
-    """Registers the derivative of an operator that returns a loss and the gradients of its first `learned` inputs.
-
-    `group` is the position of the address of the process group among the inputs.
-    """
+def _scale_in_backward(operator: CustomOpDef, inputs_type: Any, *, learned: int) -> None:
+    """Registers the derivative of an operator that returns a loss and the gradients of its first `learned` inputs."""
+    group = inputs_type._fields.index("group")
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.dtypes = [value.dtype for value in inputs[:learned]]
@@ -90,7 +89,7 @@ def _scale_in_backward(operator: CustomOpDef, *, learned: int, group: int) -> No
             raise RuntimeError(TWICE)
         if dloss is None:
             return *(None,) * learned, *ctx.nothing
-        factor = apply(same_factor, dloss, ctx.group) if ctx.group else dloss
+        factor = apply(compare_factors, dloss, ctx.group) if ctx.group else dloss
         in_place = _is_last_backward(dloss)
         gradients = [
             None if not need else (gradient.detach().mul_(factor) if in_place else gradient * factor).to(dtype)
@@ -112,17 +111,17 @@ def _is_last_backward(dloss: Tensor) -> bool:
     return not (is_batched(dloss) or keeps_graph())
 
 
-@torch.library.custom_op("megabatch::same_factor", mutates_args=())
-def same_factor(dloss: Tensor, group: str) -> Tensor:  # ()
-    """Returns the gradient of the loss if it is equal on all ranks.
+@torch.library.custom_op("megabatch::compare_factors", mutates_args=())
+def compare_factors(dloss: Tensor, group: str) -> Tensor:  # ()
+    """Returns the gradient of the loss, which has to be equal on all ranks.
 
     The gradients of a rank contain losses of other ranks, so they are wrong if another rank multiplies its loss by another
-    factor. Then all ranks raise an error. On a GPU, the gradients become NaN instead, because the host does not wait for them.
+    factor. All ranks then raise an error. On a GPU they return NaN instead, because the host does not wait for the values.
     """
     ranks = Ranks.at(group, "the gradient of the loss", dloss.device)
     factors = torch.cat(ranks.all_gather(dloss.reshape(1)))
-    is_equal = ((factors == factors[0]) | factors.isnan()).all()
-    if dloss.is_cpu and not is_equal:
+    is_equal = (factors == factors[0]).all()
+    if dloss.is_cpu and not (is_equal or factors.isnan().any()):
         raise ValueError(
             f"all ranks must multiply the mean of a loss by the same factor, got {factors.tolist()} on ranks 0 to "
             f'{len(factors) - 1}. Use reduction="sum" or reduction="none" for factors that differ'
@@ -130,12 +129,12 @@ def same_factor(dloss: Tensor, group: str) -> Tensor:  # ()
     return torch.where(is_equal, dloss, torch.nan)
 
 
-@same_factor.register_fake
+@compare_factors.register_fake
 def _(dloss: Tensor, group: str) -> Tensor:
     return torch.empty_like(dloss)
 
 
-differentiable(same_factor, refuse)
+differentiable(compare_factors, refuse)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -172,10 +171,7 @@ def cross_entropy(given: CrossEntropyInputs, needs: list[bool]) -> tuple[Tensor,
     """Returns this rank's part of the loss, then dx, dy and dscale."""
     by_ids = {"row_ids": given.ids, "col_ids": given.ids}
     block, needed = Block.of(given.x, given.y, given.scale, given.precision, **by_ids, skip_diagonal=True), Needs(*needs)
-    terms = {
-        "the direction of the sums": "rows and columns" if given.columns else "rows",
-        "the reduction": "mean" if given.mean else "sum",
-    }
+    terms = {"the direction of the sums": "rows and columns" if given.columns else "rows"}
     passes = passes_for(given.group, given.backend, block, "cross-entropy", needs=needed, mean=True, terms=terms)
     row, col = passes.tiles.logsumexp_statistics(block, columns=given.columns)
     match = matching_logits_in_float64(block, passes.local.matching_products(block), by_kernels=given.backend == TRITON)
@@ -204,7 +200,7 @@ def cross_entropy(given: CrossEntropyInputs, needs: list[bool]) -> tuple[Tensor,
     return loss, *gradients[:3]
 
 
-_scale_in_backward(cross_entropy, learned=3, group=8)
+_scale_in_backward(cross_entropy, CrossEntropyInputs, learned=3)
 
 
 def cross_entropy_loss(
@@ -242,8 +238,7 @@ def sigmoid(given: SoftplusInputs, mean: bool, needs: list[bool]) -> tuple[Tenso
     it is R/B, so that the mean over ranks is the loss. The `mean_weight` of a sum is 1.
     """
     block, needed = given.block(), Needs(*needs)
-    terms = {"the reduction": "mean" if mean else "sum"}
-    passes = passes_for(given.group, given.backend, block, "sigmoid loss", needs=needed, mean=True, terms=terms)
+    passes = passes_for(given.group, given.backend, block, "sigmoid loss", needs=needed, mean=True)
     mean_weight = passes.mean_weight if mean else 1.0
     match = matching_logits(block, passes.local.matching_products(block))
     dtype = _dtype_to_save(given.x, given.y)
@@ -272,7 +267,7 @@ def sigmoid(given: SoftplusInputs, mean: bool, needs: list[bool]) -> tuple[Tenso
     return loss.to(block.dtype), *gradients[:4]
 
 
-_scale_in_backward(sigmoid, learned=4, group=9)
+_scale_in_backward(sigmoid, SoftplusInputs, learned=4)
 
 
 def sigmoid_loss(
@@ -349,7 +344,7 @@ def nt_xent(given: ViewsInputs, needs: list[bool]) -> tuple[Tensor, ...]:
     return loss, dz1, dz2, dscale.to(given.scale.dtype)
 
 
-_scale_in_backward(nt_xent, learned=3, group=6)
+_scale_in_backward(nt_xent, ViewsInputs, learned=3)
 
 
 def nt_xent_loss(
@@ -415,7 +410,7 @@ def sup_con(given: LabelsInputs, needs: list[bool]) -> tuple[Tensor, ...]:
     return loss, dz if needs[0] else dz.new_empty(0), (dscale + dscale_of_positives).to(given.scale.dtype)
 
 
-_scale_in_backward(sup_con, learned=2, group=6)
+_scale_in_backward(sup_con, LabelsInputs, learned=2)
 
 
 def sup_con_loss(

@@ -19,7 +19,7 @@ from megabatch.dispatch import Execution
 from megabatch.operators.autograd import scale_gradients, use_device_of
 from megabatch.tiles import plan
 from megabatch.tiles.block import HALF_DTYPE, Block, Needs, add_matmul, by_matmul_setting, round_to_precision, windows
-from megabatch.tiles.symmetric import Rectangle, SameId
+from megabatch.tiles.symmetric import Rectangle, SameId, rectangles
 
 
 def cross_entropy_loss(
@@ -214,10 +214,12 @@ class _Region(NamedTuple):
         """Returns a region, given the operands of both views."""
         N = len(operands.x) // 2
         x, y = (operands.x[side * N : (side + 1) * N] for side in (of_rows, of_columns))
-        cuts = list(windows(N, plan.pair_square(N, x.element_size())))
-        first = {i: i if of_rows == of_columns else 0 for i in range(len(cuts))}
-        rectangles = [(rows, columns) for i, rows in enumerate(cuts) for columns in cuts[first[i] :]]
-        return cls(of_rows, of_columns, replace(operands, x=x, y=y), replace(block, x=x, y=y), rectangles)
+        size = plan.pair_square(N, x.element_size())
+        if of_rows == of_columns:
+            parts = list(rectangles(slice(0, N), size))
+        else:
+            parts = [(rows, columns) for rows in windows(N, size) for columns in windows(N, size)]
+        return cls(of_rows, of_columns, replace(operands, x=x, y=y), replace(block, x=x, y=y), parts)
 
     def is_square(self, rows: slice, columns: slice) -> bool:
         """Returns whether a rectangle lies on the diagonal of symmetric logits, so that both of its halves are computed."""
@@ -245,8 +247,8 @@ def _add_strips(
             for values, size in zip(shift, (tile.rows, tile.columns), strict=True)
         ]
     task = StripTask(operands, region.block, tile, SOFTMAX_KINDS, Weights(*weight, *cap, *shift, *own_shifts))
-    size = region.rectangles[0][0].stop
-    workspace = None if dz is None else empty_aligned(operands.x, size, size)
+    height, width = (max(part[side].stop - part[side].start for part in region.rectangles) for side in (0, 1))
+    workspace = None if dz is None else empty_aligned(operands.x, height, width)
     of_rows, of_columns = views[region.of_rows], views[region.of_columns]
     for rows, columns in region.rectangles:
         is_square = region.is_square(rows, columns)

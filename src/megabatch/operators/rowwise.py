@@ -15,7 +15,8 @@ from megabatch.operators.autograd import (
     passes_for,
     statistic,
 )
-from megabatch.ring.ranks import Ranks, Tensors, agree
+from megabatch.ring.lap import Tensors
+from megabatch.ring.ranks import Ranks, agree
 from megabatch.tiles import plan
 from megabatch.tiles.block import EAGER, TRITON, Block, by_matmul_setting, round_logits, round_to_precision, windows
 from megabatch.tiles.eager import rank_noise

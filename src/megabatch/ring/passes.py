@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megabatch.ring.ranks import Lap, Merge, Ranks, Tensors, Work
+from megabatch.ring.lap import Lap, Merge, Tensors, Work
+from megabatch.ring.ranks import Ranks
 from megabatch.ring.routes import Route
 from megabatch.tiles import plan
 from megabatch.tiles.block import (
