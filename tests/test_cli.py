@@ -37,7 +37,7 @@ def pairs(tmp_path, monkeypatch):
         (["--batch-size", "13"], "batch_size … 12 … got 13"),
         (["--data", "nothing.csv"], "No such file: nothing.csv"),
         (["--data", "emojis"], "No such data: emojis … emoji"),
-        (["--model", "tiny"], "model_options.width must be left out for 'tiny' … image_size"),
+        (["--model", "tiny"], "model_options.width must not be set for 'tiny' … image_size"),
         (["--resume", "nowhere"], "No such run: nowhere"),
         (["--resume", "."], ". has no checkpoint to resume from"),
         (["--set", "data=5"], "data must be a string, got 5"),

@@ -216,7 +216,7 @@ def _describe_type(hint: Any) -> str:
         return f"a list of {'strings' if typing.get_args(hint)[0] is str else 'numbers'}"
     if typing.get_origin(hint) is dict:
         return "a table"
-    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}.get(hint, "left out")
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}.get(hint, "not set")
 
 
 def _suggest(word: str, known: list[str]) -> str:

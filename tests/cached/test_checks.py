@@ -74,7 +74,7 @@ ENGINE = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime
             (loss, TWO),
             {"budget_fraction": 0.5, "budget": 7},
             ValueError,
-            r"budget must be left out with budget_fraction=0\.5, got 7",
+            r"budget must not be set with budget_fraction=0\.5, got 7",
         ),
         ((loss, TWO), {"budget": float("nan")}, ValueError, "budget must be .*got nan"),
         ((loss, TWO), {"scaler": 1024.0}, TypeError, "scaler must be a GradScaler or None, got float"),

@@ -386,7 +386,7 @@ def test_a_source_that_ends_early_is_named():
         ({"workers": "four"}, ValueError, "workers must be .* got 'four'"),
         ({"ahead": 0}, ValueError, "ahead must be a number of chunks of at least 1, got 0"),
         ({"hold": -1}, ValueError, "hold must be a number of bytes of at least 0, got -1"),
-        ({"collate": list, "finish": list}, ValueError, "collate must be left out if finish is given"),
+        ({"collate": list, "finish": list}, ValueError, "collate must not be set if finish is given"),
     ],
 )
 def test_wrong_options(options, error, message):

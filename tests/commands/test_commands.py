@@ -239,7 +239,7 @@ def test_towers_by_name_need_data(place, tmp_path):
         call(eval_command, "small")
     call(eval_command, "small", "--data", place / "images", "--output", tmp_path / "a.jsonl")
     assert results.read(tmp_path / "a.jsonl")[0]["num_samples"] == 9
-    with pytest.raises(ValueError, match="split must be left out for files"):
+    with pytest.raises(ValueError, match="split must not be set for files"):
         call(eval_command, "small", "--data", place / "images", "--split", "test")
     with pytest.raises(ValueError, match=r"No such data: nonsense. Possible are: emoji"):
         call(eval_command, "small", "--data", "nonsense")

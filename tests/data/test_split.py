@@ -70,7 +70,7 @@ def test_a_part_of_shards_knows_its_groups():
 def test_files_are_split_by_name(table):
     train, test = (data.load(str(table), split, holdout=0.1) for split in ("train", "test"))
     assert len(train) + len(test) == len(data.load(str(table), "all", holdout=0.1)) == 4000
-    with pytest.raises(ValueError, match="split must be left out for files"):
+    with pytest.raises(ValueError, match="split must not be set for files"):
         data.load(str(table), "test")
 
 

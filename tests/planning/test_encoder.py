@@ -185,9 +185,9 @@ def test_dropped_patches_cost_nothing_after_the_embedding(configs):
     assert whole.forward_operations - half.forward_operations == 5 * layers + 2 * attention
     assert half.saved.each < 0.7 * whole.saved.each
     _, texts = configs.split("+")
-    with pytest.raises(ValueError, match=r"patch_dropout must be left out for 'hf:.*texts'"):
+    with pytest.raises(ValueError, match=r"patch_dropout must not be set for 'hf:.*texts'"):
         models.model(f"hf:{texts}", patch_dropout=0.5)
-    with pytest.raises(ValueError, match=r"patch_dropout must be left out for 'small'"):
+    with pytest.raises(ValueError, match=r"patch_dropout must not be set for 'small'"):
         models.model("small", patch_dropout=0.5)
 
 
@@ -286,5 +286,5 @@ def test_a_decoder_with_adapters(tmp_path):
     assert 0.7 < more / whole.encoders[0].forward_operations <= 1  # the last product of a block is not needed again
     assert whole.checkpointed_chunk == 1024  # chunks of 8 are small
     assert again.checkpointed_chunk == 0
-    with pytest.raises(ValueError, match=r'lora must be left out for models other than "hf:"'):
+    with pytest.raises(ValueError, match=r'lora must not be set for models other than "hf:"'):
         models.model("small", lora=2)

@@ -185,7 +185,7 @@ def test_encoders_are_not_packed(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(bert | {"intermediate_size": 32}))
     encoder = towers.load(f"hf-config:{tmp_path}", ("text", "text")).first.module
     assert (encoder.causal, encoder.pooling, encoder.packed) == (False, "mean", False)
-    with pytest.raises(ValueError, match=r"packed must be false or left out for .* need a causal model"):
+    with pytest.raises(ValueError, match=r"packed must be false or not set for .* need a causal model"):
         towers.load(f"hf-config:{tmp_path}", ("text", "text"), packed=True)
 
 
@@ -342,8 +342,8 @@ def test_settings_of_lora_that_cannot_be(config, pretrained, monkeypatch):
         ({"rank": -1}, "lora.rank must be at least 0"),
         ({"rank": 2, "alpha": 0.0}, "lora.alpha must be more than 0"),
         ({"rank": 2, "dropout": 1.0}, "lora.dropout must be at least 0 and less than 1"),
-        ({"quantize": "int8"}, "lora.quantize must be left out without lora.rank"),
-        ({"targets": ("q_proj",)}, "lora.targets must be left out without lora.rank"),
+        ({"quantize": "int8"}, "lora.quantize must not be set without lora.rank"),
+        ({"targets": ("q_proj",)}, "lora.targets must not be set without lora.rank"),
         ({"rank": 2, "quantize": "nf4", "merge": True}, "lora.merge must be false with lora.quantize"),
     ):
         with pytest.raises(ValueError, match=message):

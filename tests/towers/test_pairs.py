@@ -136,10 +136,10 @@ def test_sizes_and_patches_that_a_pair_does_not_support(tmp_path):
     for option in ("image_size", "context_length"):
         for kind in ("hf", "hf-config"):
             with pytest.raises(
-                ValueError, match=rf"{option} must be left out for .*CLIP, which does not support other sizes, got 8"
+                ValueError, match=rf"{option} must not be set for .*CLIP, which does not support other sizes, got 8"
             ):
                 towers.load(f"{kind}:{tmp_path / 'clip'}", **{option: 8})
-    with pytest.raises(ValueError, match=r"patch_dropout must be left out for 'hf:.*align', because its image tower has no"):
+    with pytest.raises(ValueError, match=r"patch_dropout must not be set for 'hf:.*align', because its image tower has no"):
         towers.load(f"hf:{tmp_path / 'align'}", patch_dropout=0.5)
 
 
@@ -232,7 +232,7 @@ def test_lengths_and_errors(tmp_path):
     assert towers.load(f"hf:{tmp_path / 'clip'}").second.collate(["cat"])["input_ids"].shape == (1, 3)
     with pytest.raises(ValueError, match=r"max_length must be from 1 to 12 tokens, got 13"):
         towers.load(f"hf:{tmp_path / 'clip'}", max_length=13)
-    with pytest.raises(ValueError, match=r"model_options.pooling must be left out .* its own pooling, got 'cls'"):
+    with pytest.raises(ValueError, match=r"model_options.pooling must not be set .* its own pooling, got 'cls'"):
         towers.load(f"hf:{tmp_path / 'clip'}", pooling="cls")
     with pytest.raises(ValueError, match=r"must have towers for text and text, got 'hf:.*clip', which is for image and text"):
         towers.load(f"hf:{tmp_path / 'clip'}", ("text", "text"))

@@ -169,9 +169,9 @@ def test_the_option_is_checked_and_saved(tmp_path):
     for value in (1.0, -0.1, "half", True):
         with pytest.raises(ValueError, match=r"model_options.patch_dropout must be at least 0 and less than 1, got"):
             towers.load(name, patch_dropout=value)
-    with pytest.raises(ValueError, match=r"patch_dropout must be left out for 'small', because its image tower has no patches"):
+    with pytest.raises(ValueError, match=r"patch_dropout must not be set for 'small', because its image tower has no patches"):
         towers.load("small", patch_dropout=0.5)
-    with pytest.raises(ValueError, match=r"patch_dropout must be left out for 'hf-config:.*texts'"):
+    with pytest.raises(ValueError, match=r"patch_dropout must not be set for 'hf-config:.*texts'"):
         towers.load(f"hf-config:{tmp_path / 'texts'}", ("text", "text"), patch_dropout=0.5)
     pair = towers.load(name, patch_dropout=0.5)
     towers.save(pair, tmp_path / "run")

@@ -192,22 +192,18 @@ def test_options_that_cannot_be(tmp_path, pretrained):
         ValueError, match=r"model_options.image_size must be a multiple of the size of a patch, 4 pixels, got 30"
     ):
         towers.load(pretrained, image_size=30)
-    with pytest.raises(ValueError, match=r"model_options.image_size must be left out for a model without images, got 32"):
+    with pytest.raises(ValueError, match=r"model_options.image_size must not be set for a model without images, got 32"):
         towers.load(f"hf:{folder.replace('images', 'texts')}", ("text", "text"), image_size=32)
     decoder = {"model_type": "qwen3", **pictures.COMMON, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 99}
     (tmp_path / "decoder").mkdir()
     (tmp_path / "decoder" / "config.json").write_text(json.dumps(decoder))
-    with pytest.raises(ValueError, match=r"context_length must be left out for a transformers model of the type 'qwen3'"):
+    with pytest.raises(ValueError, match=r"context_length must not be set for a transformers model of the type 'qwen3'"):
         towers.load(f"hf-config:{tmp_path / 'decoder'}", ("text", "text"), context_length=30)
     convnext = {"model_type": "convnext", "hidden_sizes": [8, 8, 8, 12], "depths": [1, 1, 1, 1]}
     (tmp_path / "decoder" / "config.json").write_text(json.dumps(convnext))
-    with pytest.raises(
-        ValueError, match=r"image_size must be left out for a transformers model of the type 'convnext', got 64"
-    ):
+    with pytest.raises(ValueError, match=r"image_size must not be set for a transformers model of the type 'convnext', got 64"):
         towers.load(f"hf-config:{tmp_path / 'decoder'}+{folder.replace('images', 'texts')}", image_size=64)
-    with pytest.raises(
-        ValueError, match=r"model_options.depth must be left out for 'hf-config:.*'; possible are: query_prompt"
-    ):
+    with pytest.raises(ValueError, match=r"model_options.depth must not be set for 'hf-config:.*'; possible are: query_prompt"):
         towers.load(f"hf-config:{folder}+{folder}", depth=3)
 
 

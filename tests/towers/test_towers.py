@@ -168,7 +168,7 @@ def test_names_that_mean_nothing_list_what_is_possible():
     for spec in ("large", "open_clip:", "hf", ""):
         with pytest.raises(ValueError, match=r"Possible are: small .*open_clip:MODEL.*hf:NAME.*hf-config:FOLDER"):
             towers.load(spec)
-    with pytest.raises(ValueError, match=r"model_options\.width must be left out for 'hf:x'; possible are: .*image_size"):
+    with pytest.raises(ValueError, match=r"model_options\.width must not be set for 'hf:x'; possible are: .*image_size"):
         towers.load("hf:x", width=3)
     first, second = towers.load("small", ("text", "text"), **TINY).towers
     assert first is second

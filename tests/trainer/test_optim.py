@@ -315,7 +315,7 @@ def test_schedules():
     assert rates(10, name="wsd", warmup_steps=0) == pytest.approx([2.0] * 9 + [1.0])  # the last fifth by default
     assert rates(10, name="wsd", warmup_steps=0, decay_fraction=0.0) == [2.0] * 10
     assert rates(4, name="wsd", warmup_steps=3, decay_fraction=1.0) == pytest.approx([2 / 3, 4 / 3, 2.0, 2.0])
-    with pytest.raises(ValueError, match=r"schedule.decay_fraction must be left out for schedules other than \"wsd\", got 0.1"):
+    with pytest.raises(ValueError, match=r"schedule.decay_fraction must not be set for schedules other than \"wsd\", got 0.1"):
         ScheduleConfig(decay_fraction=0.1)
     with pytest.raises(ValueError, match=r"schedule.decay_fraction must be from 0 to 1, got 2.0"):
         ScheduleConfig("wsd", decay_fraction=2.0)
@@ -326,5 +326,5 @@ def test_schedules():
     for wrong in ({"warmup_steps": -1}, {"warmup_fraction": 1.5}, {"warmup_fraction": math.nan}):
         with pytest.raises(ValueError, match=rf"schedule\.{next(iter(wrong))} must be .*got {next(iter(wrong.values()))}"):
             ScheduleConfig(**wrong)
-    with pytest.raises(ValueError, match=r"schedule\.warmup_steps must be left out .*0\.5, got 3"):
+    with pytest.raises(ValueError, match=r"schedule\.warmup_steps must not be set .*0\.5, got 3"):
         ScheduleConfig(warmup_steps=3, warmup_fraction=0.5)

@@ -196,7 +196,7 @@ def test_a_run_continues_only_with_what_it_began_with(tmp_path):
         ({"batch_size": 10}, "batch_size was 12 and is 10"),
         ({"seed": 1}, "seed was 0 and is 1"),
         ({"loss": {"name": "siglip"}}, "loss.name was 'clip' and is 'siglip'"),
-        ({"data_options": {"texts": True}}, "data_options.texts was left out and is True.* These may change: .*workers"),
+        ({"data_options": {"texts": True}}, "data_options.texts was not set and is True.* These may change: .*workers"),
     ):
         with pytest.raises(ValueError, match=problem):
             runs.trainer(tmp_path, changes).resume()
@@ -259,7 +259,7 @@ def test_options_of_the_data_are_those_the_run_began_with(tmp_path):
     from_toml = {"columns": ["image", "caption"], "root": "images"}
     assert runs.trainer(tmp_path, {"data_options": from_toml}).resume()
     columns = r"data_options.columns was \['image', 'caption'\] and is \['image', 'title'\]"
-    with pytest.raises(ValueError, match=f"{columns}; data_options.root was 'images' and is left out"):
+    with pytest.raises(ValueError, match=f"{columns}; data_options.root was 'images' and is not set"):
         runs.trainer(tmp_path, {"data_options": {"columns": ["image", "title"]}}).resume()
 
 

@@ -283,9 +283,9 @@ def test_stages_in_a_file_and_their_errors(tmp_path, name):
         (
             {"image_size": 16},
             {"augment": False},
-            r"image_size must be left out for .* with augment = false, got 16",
+            r"image_size must not be set for .* with augment = false, got 16",
         ),
-        ({"image_size": 16}, {"freeze": "first"}, r"stage\[0\]\.image_size must be left out with freeze = 'first', got 16"),
+        ({"image_size": 16}, {"freeze": "first"}, r"stage\[0\]\.image_size must not be set with freeze = 'first', got 16"),
         ({"patch_dropout": 0.5}, {"freeze": "first"}, r"patch_dropout must be 0 with freeze = 'first'"),
         ({"patch_dropout": 1.0}, {}, r"stage\[0\]\.patch_dropout must be at least 0 and less than 1, got 1\.0"),
     ]:

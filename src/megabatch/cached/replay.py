@@ -89,7 +89,7 @@ class ReplaySource(Source):
         if isinstance(hold, bool) or not isinstance(hold, int) or hold < 0:
             raise ValueError(f"hold must be a number of bytes of at least 0, got {hold!r}")
         if collate is not None and finish is not None:
-            raise ValueError("collate must be left out if finish is given, because finish gets the samples; got both")
+            raise ValueError("collate must not be set if finish is given, because finish gets the samples; got both")
         self._references, self._read, self._seed = references, read, seed
         self._workers, self._collate, self._finish, self._ahead = workers, collate, finish, ahead
         self._checksums = array("Q", [_UNREAD]) * len(references)

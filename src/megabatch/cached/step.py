@@ -95,7 +95,7 @@ def _budget(value: Any, fraction: Any) -> None:
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
         raise ValueError(f"budget_fraction must be more than 0 and at most 1, got {fraction!r}")
     if value is not None:
-        raise ValueError(f"budget must be left out with budget_fraction={fraction}, got {value!r}")
+        raise ValueError(f"budget must not be set with budget_fraction={fraction}, got {value!r}")
 
 
 def check_loss(value: Any) -> None:

@@ -282,7 +282,7 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, holdou
         return _hold_out([spec], [load(spec, **options)], split == "test", holdout)[0]
     if split is not None and not (holdout and split == "all"):
         raise ValueError(
-            f"split must be left out for files, got {split!r} for {spec!r}; {' and '.join(WITH_SPLITS)} have splits"
+            f"split must not be set for files, got {split!r} for {spec!r}; {' and '.join(WITH_SPLITS)} have splits"
         )
     return _from_files(spec, options)
 

@@ -206,7 +206,7 @@ def model(
         frozen: dtype of the frozen weights of a model with adapters.
     """
     if lora and not spec.startswith(("hf:", "hf-config:", "open_clip:")):
-        raise ValueError(f'lora must be left out for models other than "hf:" and "open_clip:", got {lora} for {spec!r}')
+        raise ValueError(f'lora must not be set for models other than "hf:" and "open_clip:", got {lora} for {spec!r}')
     family, _, name = spec.partition(":")
     with torch.device("meta"), _offline():
         if spec == "small":

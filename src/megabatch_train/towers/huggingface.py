@@ -255,12 +255,12 @@ def adapt(pair: Pair, options: Mapping[str, Any]) -> None:
         if not isinstance(packed, bool):
             raise ValueError(f"model_options.packed must be true or false, got {packed!r}")
         if packed and not included:
-            raise ValueError("model_options.packed must be false or left out with model_options.include_prompt = false")
+            raise ValueError("model_options.packed must be false or not set with model_options.include_prompt = false")
         if not packed:
             encoder.pad()
         elif not encoder.packed and not encoder.pack():
             raise ValueError(
-                f"model_options.packed must be false or left out for {pair.name!r}: texts without padding need a causal model "
+                f"model_options.packed must be false or not set for {pair.name!r}: texts without padding need a causal model "
                 "with PyTorch's attention, and transformers 4.53 or newer"
             )
 
@@ -269,7 +269,7 @@ def _adapt_pair(tower: Tower, options: Mapping[str, Any]) -> None:
     """Applies `max_length` to the texts of a `PairEncoder`. Its pooling is part of the model."""
     if others := [key for key in options if key != "max_length"]:
         raise ValueError(
-            f"model_options.{others[0]} must be left out for a model of images and texts, which has its own pooling, got "
+            f"model_options.{others[0]} must not be set for a model of images and texts, which has its own pooling, got "
             f"{options[others[0]]!r}"
         )
     texts: Any = getattr(tower.collate, "__self__", None)

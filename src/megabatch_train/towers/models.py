@@ -59,7 +59,7 @@ def load(spec: str, kinds: tuple[str, str] | None = (IMAGE, TEXT), *, lora: Lora
     config = options.pop("config", None) if family == "open_clip" else None
     if options and spec != "small":
         raise ValueError(
-            f"model_options.{next(iter(options))} must be left out for {spec!r}; possible are: "
+            f"model_options.{next(iter(options))} must not be set for {spec!r}; possible are: "
             f"{', '.join((*TEXT_OPTIONS, *SIZES, PATCH_DROPOUT))}"
         )
     if spec == "small":

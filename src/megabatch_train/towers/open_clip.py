@@ -168,7 +168,7 @@ def find_architecture(name: str, config: str | None = None) -> tuple[str, ModelC
         parsed.check_text_model()
         return parsed.register(Path(name).stem), parsed
     if config is not None:
-        raise ValueError(f'model_options.config must be left out for models other than "open_clip:FILE.json", got {name!r}')
+        raise ValueError(f'model_options.config must not be set for models other than "open_clip:FILE.json", got {name!r}')
     if name not in models:
         raise ValueError(f"open_clip has no model {name}; {nearest(name, models)}")
     return name, ModelConfig(open_clip.get_model_config(name), {})

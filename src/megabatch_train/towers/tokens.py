@@ -164,7 +164,7 @@ def check_dropout(fraction: Any, patches: int, model: str, table: str = "model_o
         raise ValueError(f"{table}.patch_dropout must be at least 0 and less than 1, got {fraction!r}")
     if fraction and not patches:
         raise ValueError(
-            f"{table}.patch_dropout must be left out for {model!r}, because its image tower has no patches that can be "
+            f"{table}.patch_dropout must not be set for {model!r}, because its image tower has no patches that can be "
             f"dropped, got {fraction}; vision transformers of open_clip and transformers have such patches"
         )
     return float(fraction)
@@ -257,11 +257,11 @@ AS_STORED = TokenSizes()
 def check_one_model(sizes: TokenSizes, *, has_images: bool) -> None:
     """Raises an error for sizes that one transformers model for both sides does not support."""
     if not has_images and sizes.image_size is not None:
-        raise ValueError(f"model_options.image_size must be left out for a model without images, got {sizes.image_size}")
+        raise ValueError(f"model_options.image_size must not be set for a model without images, got {sizes.image_size}")
     for option in TokenSizes.__dataclass_fields__ if has_images else ():
         if (value := getattr(sizes, option)) is not None:
             raise ValueError(
-                f"model_options.{option} must be left out for one transformers model of images and texts, such as CLIP, "
+                f"model_options.{option} must not be set for one transformers model of images and texts, such as CLIP, "
                 f"which does not support other sizes, got {value}"
             )
 
@@ -285,7 +285,7 @@ def resize_model(model: Any, sizes: TokenSizes, *, keep_weights: bool) -> Any:
     if (side := sizes.image_size) is not None:
         if config.model_type not in _LEADING:
             raise ValueError(
-                f"model_options.image_size must be left out for a transformers model of the type {config.model_type!r}, "
+                f"model_options.image_size must not be set for a transformers model of the type {config.model_type!r}, "
                 f"got {side}; possible are: {', '.join(_LEADING)}"
             )
         patch = pair_of(config.patch_size)
@@ -303,7 +303,7 @@ def resize_model(model: Any, sizes: TokenSizes, *, keep_weights: bool) -> Any:
                 tables[f"{name}.weight"] = torch.cat([part.weight[:first].detach(), resize_line(part.weight[first:], length)])
         if not tables:
             raise ValueError(
-                f"model_options.context_length must be left out for a transformers model of the type {config.model_type!r}, "
+                f"model_options.context_length must not be set for a transformers model of the type {config.model_type!r}, "
                 f"because it has no table of positions, got {length}; model_options.max_length limits its texts"
             )
         config.max_position_embeddings = len(next(iter(tables.values())))

@@ -140,7 +140,7 @@ class LoraConfig:
         for name in ("alpha", "dropout", "targets", "quantize", "merge"):
             value = getattr(self, name)
             if not self.rank and value != getattr(LoraConfig, name):
-                raise ValueError(f"lora.{name} must be left out without lora.rank, got {value!r}")
+                raise ValueError(f"lora.{name} must not be set without lora.rank, got {value!r}")
         if self.quantize != "none" and self.merge:
             raise ValueError(
                 f"lora.merge must be false with lora.quantize, got lora.quantize = {self.quantize!r}. Adapters are so "

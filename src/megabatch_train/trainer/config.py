@@ -123,12 +123,12 @@ class ScheduleConfig:
             raise ValueError(f"schedule.warmup_fraction must be from 0 to 1, got {self.warmup_fraction}")
         if self.warmup_steps is not None and self.warmup_fraction is not None:
             raise ValueError(
-                f"schedule.warmup_steps must be left out with schedule.warmup_fraction = {self.warmup_fraction}, "
+                f"schedule.warmup_steps must not be set with schedule.warmup_fraction = {self.warmup_fraction}, "
                 f"got {self.warmup_steps}"
             )
         if self.decay_fraction is not None and self.name != "wsd":
             raise ValueError(
-                f'schedule.decay_fraction must be left out for schedules other than "wsd", got {self.decay_fraction} for '
+                f'schedule.decay_fraction must not be set for schedules other than "wsd", got {self.decay_fraction} for '
                 f"{self.name!r}"
             )
         if self.decay_fraction is not None and not 0 <= self.decay_fraction <= 1:
@@ -524,7 +524,7 @@ def _compare(key: str, old: Any, new: Any, found: list[str]) -> None:
         for name in dict.fromkeys((*old, *new)):
             _compare(f"{key}.{name}", old.get(name), new.get(name), found)
     elif old != new:
-        was, is_now = ("left out" if value is None else repr(value) for value in (old, new))
+        was, is_now = ("not set" if value is None else repr(value) for value in (old, new))
         found.append(f"{key} was {was} and is {is_now}")
 
 

@@ -133,11 +133,11 @@ def _check(entry: StageConfig, number: int, config: TrainConfig, pair: Pair) -> 
         return
     if image.tokens is None or image.training_images is None or not config.augment:
         raise ValueError(
-            f"{name}.image_size must be left out for {pair.name!r} with augment = {str(config.augment).lower()}, got "
+            f"{name}.image_size must not be set for {pair.name!r} with augment = {str(config.augment).lower()}, got "
             f"{entry.image_size}; vision transformers of open_clip and transformers take random crops of other sizes"
         )
     if config.freeze == SIDES[0]:
-        raise ValueError(f"{name}.image_size must be left out with freeze = {config.freeze!r}, got {entry.image_size}")
+        raise ValueError(f"{name}.image_size must not be set with freeze = {config.freeze!r}, got {entry.image_size}")
     check_image_size(entry.image_size, image.tokens, f"{name}.image_size")
 
 
