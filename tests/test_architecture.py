@@ -167,10 +167,11 @@ def test_a_folder_has_at_most_twelve_modules():
         assert count <= 12, f"{folder} has {count} modules"
 
 
-@pytest.mark.parametrize("root", ROOTS)
-def test_a_package_has_at_most_sixty_five_files(root):
+# Each limit leaves little space, so a new module is a decision: it must be an idea that no existing module owns.
+@pytest.mark.parametrize(("root", "limit"), [("megabatch", 66), ("megabatch_train", 74)])
+def test_a_package_has_few_files(root, limit):
     files = [path for module, path in modules().items() if module.split(".")[0] == root]
-    assert len(files) <= 65
+    assert len(files) <= limit
 
 
 def test_the_picture_shows_every_package():
