@@ -1,0 +1,236 @@
+"""Measures where the time of compiled towers goes: matmuls, attention, normalization, and other operations.
+
+For each model and each side, the script encodes one chunk without a graph, and forward and backward, in bf16 autocast. It
+measures several ways to compute self-attention:
+
+- "torch": `nn.MultiheadAttention`
+- "packed": `PackedAttention` without its kernel
+- "cudnn": like "packed", with the attention of cuDNN
+- "kernel": `PackedAttention` as in training
+
+It compares the embeddings and the gradients with "torch", then measures the time, and then profiles one pass. The bound is the
+time that the floating-point operations take at the rate of a large bf16 matmul.
+"""
+
+import argparse
+import contextlib
+import functools
+import re
+from collections import defaultdict
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megabatch.cached.streaming import map_rows
+from megabatch.cached.tower import call
+from megabatch.world import World
+from megabatch_train import towers
+from megabatch_train.bench.measure import Record, arguments, chip, device_of, milliseconds, number_options, paragraphs
+from megabatch_train.display.tables import TextTable
+from megabatch_train.towers import fast_layers, tower
+from megabatch_train.towers.tokens import INPUT, count_kept
+from megabatch_train.trainer.build import autocast
+
+WAYS = ("torch", "packed", "cudnn", "kernel")
+# The first pattern that matches the name of a GPU kernel gives its category.
+CATEGORIES = {
+    "attention": r"flash|fmha|attention|sdpa|^_forward|^_backward",
+    "matmul": r"gemm|nvjet|cutlass|xmma|cublas|splitKreduce",
+    "layer norm": r"layer_norm",
+    "GELU": r"gelu|erf|sigmoid",
+    "bias gradients": r"triton_red|triton_per|reduce",
+    "casts and copies": r"copy|memcpy|memset|cat|_to_copy",
+    "other": r"",
+}
+SENTENCE = "a brown dog with a red collar runs across the wet grass near a small river while two children watch it closely"
+TINY_MODEL = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "patch_size": 8},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2},
+}
+
+
+def load(model: str, dropout: float, device: str) -> Any:
+    torch.manual_seed(0)
+    options = {"patch_dropout": dropout} if dropout else {}
+    pair = towers.load(f"open_clip:{model}", **options)
+    for module in pair.modules:
+        module.to(device)
+    return pair
+
+
+def chunk_of(pair: Any, side: int, chunk: int, device: str) -> Any:
+    """Returns inputs of a tower: images of noise, or captions of 6 to 20 words, trimmed to the longest one."""
+    generator = torch.Generator().manual_seed(1)
+    one = pair.towers[side]
+    if side == 0:
+        samples = [torch.randint(0, 256, (3, 256, 256), dtype=torch.uint8, generator=generator) for _ in range(8)]
+    else:
+        samples = [" ".join(SENTENCE.split()[: 6 + i * 2]) for i in range(8)]
+    inputs = one.collate([one.prepare(sample, None) for sample in samples])
+    inputs = inputs if isinstance(inputs, dict) else {"images": inputs}
+    lengths = one.lengths(inputs) if one.lengths is not None else None
+    if lengths is not None:
+        inputs = {key: tensor[:, : int(lengths.max())] for key, tensor in inputs.items()}
+    return map_rows(lambda tensor: tensor.repeat(chunk // 8, *[1] * (tensor.dim() - 1)).to(device), inputs)
+
+
+@contextlib.contextmanager
+def use(way: str) -> Any:
+    with contextlib.ExitStack() as stack:
+        if way == "torch":
+            stack.enter_context(mock.patch.object(tower, "replace_self_attention"))
+        elif way != "kernel":
+            stack.enter_context(mock.patch.object(fast_layers, "LONGEST", 0))
+        if way == "cudnn":
+            backends = [torch.nn.attention.SDPBackend.CUDNN_ATTENTION, torch.nn.attention.SDPBackend.FLASH_ATTENTION]
+            stack.enter_context(torch.nn.attention.sdpa_kernel(backends, set_priority=True))
+        yield
+
+
+def measure_way(record: Record, args: argparse.Namespace, model: str, dropout: float, way: str, reference: dict) -> None:
+    torch._dynamo.reset()
+    pair, device = load(model, dropout, args.device), torch.device(args.device)
+    cast = autocast("bf16", device)
+    with use(way), tower.compiler_settings():
+        if args.device == "cuda":
+            tower.compile_towers(pair.modules, World(device))
+        else:
+            tower.replace_self_attention(pair.modules)
+        for side, module in enumerate(pair.modules):
+            module.train()
+            inputs = chunk_of(pair, side, args.chunk, args.device)
+            if side == 0 and dropout:
+                kept = count_kept(pair.first.patches, dropout)
+                inputs[INPUT] = torch.arange(kept, device=device).expand(args.chunk, -1)
+
+            def encode(module: Any = module, inputs: Any = inputs) -> Any:
+                with torch.no_grad(), cast:
+                    return call(module, inputs)
+
+            def train(module: Any = module, inputs: Any = inputs, side: int = side) -> Any:
+                with cast:
+                    output = call(module, inputs).float()
+                (output * _weights(output, side)).sum().backward()
+                return output.detach()
+
+            embeddings = train()
+            gradients = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+            module.zero_grad()
+            expected = reference.setdefault((model, dropout, side), (embeddings, gradients))
+            errors = [float((a - b).norm() / b.norm()) for a, b in zip((embeddings, gradients), expected, strict=True)]
+            with tower.FlopCounter() as counter, tower.without_compiler(pair.modules):
+                encode()
+            encode()  # compiles
+            forward, both = (milliseconds(work, args.device, args.share) for work in (encode, train))
+            row = {"model": model, "dropout": dropout, "side": pair.towers[side].kind, "way": way, "chunk": args.chunk}
+            row |= {"forward_ms": forward, "both_ms": both, "flops": counter.total, "errors": errors}
+            row["profile"] = profile(train) if args.device == "cuda" else {}
+            module.zero_grad()
+            record["results"].append(row)
+            record.save()
+            record.say(
+                f"{model}, dropout {dropout}, {row['side']}, {way}: forward {forward:.1f} ms, both {both:.1f} ms, bound "
+                f"{bound(record, row):.1f} ms, errors {errors[0]:.1e} {errors[1]:.1e}"
+            )
+            if args.kernels:
+                for name, kernel_ms in sorted(kernels_of(train).items(), key=lambda pair: -pair[1])[: args.kernels]:
+                    print(f"      {kernel_ms:8.3f} ms  {name[:150]}", flush=True)
+
+
+@functools.cache
+def _weights_of(shape: torch.Size, device: torch.device, side: int) -> torch.Tensor:
+    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(side))
+
+
+def _weights(output: torch.Tensor, side: int) -> torch.Tensor:
+    """Returns the gradient of the embeddings, which is the same for each way."""
+    return _weights_of(output.shape, output.device, side)
+
+
+def kernels_of(work: Any) -> dict[str, float]:
+    """Returns the milliseconds of each GPU kernel."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    totals: dict[str, float] = defaultdict(float)
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            totals[event.name] += event.device_time / 1000
+    return totals
+
+
+def profile(work: Any) -> dict[str, float]:
+    """Returns the milliseconds of each category."""
+    totals: dict[str, float] = defaultdict(float)
+    for name, kernel_ms in kernels_of(work).items():
+        category = next(category for category, pattern in CATEGORIES.items() if re.search(pattern, name))
+        totals[category] += kernel_ms
+    return dict(totals)
+
+
+def bound(record: Any, row: dict[str, Any]) -> float:
+    """Returns the milliseconds that the matmuls of a forward and a backward pass would take at the measured rate."""
+    return 3 * row["flops"] / record["matmul_flops"] * 1000
+
+
+def matmul_rate(device: str, size: int) -> float:
+    """Returns the operations per second of a large bf16 matmul."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / milliseconds(lambda: a @ b, device, 0.3) * 1000
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """Returns the Markdown of a record."""
+    about = (
+        f"# Time of the towers\n\n{chip(record)}, chunks of {record['chunk']:,}, bf16 autocast, compiled. A large bf16 matmul "
+        f"reaches {record['matmul_flops'] / 1e12:,.0f} TFLOP/s, and the bound is the time of the towers at this rate. "
+        'Columns after the bound are milliseconds of GPU kernels in one forward and backward pass. "Rest" is the '
+        "time between kernels."
+    )
+    names = list(CATEGORIES)
+    headings = ["model, side, attention", "forward, ms", "forward + backward, ms", "bound, ms", *names, "rest"]
+    rows = []
+    for row in record["results"]:
+        dropped = f", patch dropout {row['dropout']}" if row["dropout"] else ""
+        cells = [f"{row['model']}{dropped}, {row['side']}, {row['way']}"]
+        cells += [f"{row['forward_ms']:.1f}", f"{row['both_ms']:.1f}", f"{bound(record, row):.1f}"]
+        cells += [f"{row['profile'].get(name, 0.0):.1f}" for name in names]
+        rows.append([*cells, f"{row['both_ms'] - sum(row['profile'].values()):.1f}"])
+    return paragraphs(about, TextTable(headings, rows).markdown())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments(parser, "tower_time", 200)
+    parser.add_argument("--models", nargs="+", default=["ViT-B-32", "ViT-B-16", "ViT-L-14"], help="models of open_clip")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--dropout", nargs="+", type=float, default=[0.0], help="patch dropout")
+    number_options(
+        parser, chunk=(1024, "samples encoded at once, a multiple of 8"), kernels=(0, "kernels to print for each row")
+    )
+    args = parser.parse_args()
+    args.device, args.share, size = device_of(args), 0.5, 8192
+    if args.tiny:
+        import json
+        import tempfile
+        from pathlib import Path
+
+        path = Path(tempfile.mkdtemp()) / "tiny.json"
+        path.write_text(json.dumps(TINY_MODEL))
+        args.models, args.chunk, args.share, size = [str(path)], 8, 0.01, 64
+    record = Record.of_script("tower_time", args, args.seconds, chunk=args.chunk, matmul_flops=matmul_rate(args.device, size))
+    reference: dict[Any, Any] = {}
+    for model in args.models:
+        for dropout in args.dropout:
+            for way in args.ways:
+                if record.seconds_left() > 0:
+                    measure_way(record, args, model, dropout, way, reference)
+            reference.clear()
+    record.finish(markdown)
+
+
+if __name__ == "__main__":
+    main()
