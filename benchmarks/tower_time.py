@@ -7,6 +7,7 @@ measures several ways to compute self-attention:
 - "packed": `PackedAttention` without its kernel
 - "cudnn": like "packed", with the attention of cuDNN
 - "kernel": `PackedAttention` as in training
+- "float8": like "kernel", with matmuls of the blocks in float8 (one scale for each tensor, gradients in e5m2)
 
 It compares the embeddings and the gradients with "torch", then measures the time, and then profiles one pass. The bound is the
 time that the floating-point operations take at the rate of a large bf16 matmul.
@@ -32,7 +33,8 @@ from megabatch_train.towers import fast_layers, tower
 from megabatch_train.towers.tokens import INPUT, count_kept
 from megabatch_train.trainer.build import autocast
 
-WAYS = ("torch", "packed", "cudnn", "kernel")
+WAYS = ("torch", "packed", "cudnn", "kernel", "float8")
+DEFAULT_WAYS = ("torch", "packed", "kernel")
 # The first pattern that matches the name of a GPU kernel gives its category.
 CATEGORIES = {
     "attention": r"flash|fmha|attention|sdpa|^_forward|^_backward",
@@ -81,7 +83,7 @@ def use(way: str) -> Any:
     with contextlib.ExitStack() as stack:
         if way == "torch":
             stack.enter_context(mock.patch.object(tower, "replace_self_attention"))
-        elif way != "kernel":
+        elif way in ("packed", "cudnn"):
             stack.enter_context(mock.patch.object(fast_layers, "LONGEST", 0))
         if way == "cudnn":
             backends = [torch.nn.attention.SDPBackend.CUDNN_ATTENTION, torch.nn.attention.SDPBackend.FLASH_ATTENTION]
@@ -89,10 +91,58 @@ def use(way: str) -> Any:
         yield
 
 
+class Float8Matmul(torch.autograd.Function):
+    """x · wᵀ in float8 with one scale for each tensor, forward and backward, and a result in bfloat16."""
+
+    @staticmethod
+    def forward(context: Any, x: Any, weight: Any) -> Any:  # (M, K), (N, K) -> (M, N)
+        """Rounds both matrices and multiplies them."""
+        (x8, of_x), (weight8, of_weight) = quantize(x), quantize(weight)
+        context.save_for_backward(x8, of_x, weight8, of_weight)
+        return multiply(x8, of_x, weight8.t(), of_weight)
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        """Returns the gradients, which are float8 matmuls too."""
+        x8, of_x, weight8, of_weight = context.saved_tensors
+        gradient8, of_gradient = quantize(gradient, torch.float8_e5m2)
+        dx = multiply(gradient8, of_gradient, weight8.t().contiguous().t(), of_weight)
+        dweight = multiply(gradient8.t().contiguous(), of_gradient, x8.t().contiguous().t(), of_x)
+        return dx, dweight
+
+
+def quantize(tensor: Any, dtype: Any = torch.float8_e4m3fn) -> Any:
+    scale = tensor.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
+    return (tensor.float() / scale).to(dtype), scale
+
+
+def multiply(a: Any, of_a: Any, b: Any, of_b: Any) -> Any:
+    return torch._scaled_mm(a, b, scale_a=of_a, scale_b=of_b, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+class Float8Linear(torch.nn.Linear):
+    """A linear layer with `Float8Matmul`."""
+
+    def forward(self, x: Any) -> Any:
+        """Returns the output in bfloat16."""
+        flat = Float8Matmul.apply(x.flatten(0, -2).bfloat16(), self.weight.bfloat16())
+        return (flat + self.bias.bfloat16()).unflatten(0, x.shape[:-1])
+
+
+def use_float8(modules: Any) -> None:
+    """Replaces the linear layers of the MLPs and the output projections of attention. Input projections stay in bf16."""
+    for module in modules:
+        for name, part in module.named_modules():
+            if isinstance(part, torch.nn.Linear) and ".resblocks." in name and min(part.weight.shape) % 16 == 0:
+                part.__class__ = Float8Linear
+
+
 def measure_way(record: Record, args: argparse.Namespace, model: str, dropout: float, way: str, reference: dict) -> None:
     torch._dynamo.reset()
     pair, device = load(model, dropout, args.device), torch.device(args.device)
     cast = autocast("bf16", device)
+    if way == "float8":
+        use_float8(pair.modules)
     with use(way), tower.compiler_settings():
         if args.device == "cuda":
             tower.compile_towers(pair.modules, World(device))
@@ -206,7 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments(parser, "tower_time", 200)
     parser.add_argument("--models", nargs="+", default=["ViT-B-32", "ViT-B-16", "ViT-L-14"], help="models of open_clip")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(DEFAULT_WAYS))
     parser.add_argument("--dropout", nargs="+", type=float, default=[0.0], help="patch dropout")
     number_options(
         parser, chunk=(1024, "samples encoded at once, a multiple of 8"), kernels=(0, "kernels to print for each row")

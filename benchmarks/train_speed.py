@@ -54,8 +54,10 @@ VARIANTS = {
     "not augmented": ["--set", "augment=false"],
     "patch dropout 0.5": ["--set", "model_options.patch_dropout=0.5"],
     "patch dropout 0.75": ["--set", "model_options.patch_dropout=0.75"],
+    "expandable segments": [],
     "fp32, not compiled, no workers": ["--precision", "fp32", "--set", "compile=off", "--set", "workers=0"],
 }
+VARIABLES = {"expandable segments": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}  # environment of variants
 # Flags of the trainer of open_clip for the variants that it has too.
 OPEN_CLIP_VARIANTS = {f"patch dropout {share}": ["--force-patch-dropout", share] for share in ("0.5", "0.75")}
 TINY_MODEL = "tiny-clip"
@@ -150,17 +152,23 @@ class Bench:
             self.environment["TRAIN_SPEED_MODEL"] = str(config)
             self.environment["OMP_NUM_THREADS"] = "1"  # matmuls are small, and other programs use the cores
 
-    def run(self, command: list[str], enough: int | None = None) -> tuple[str, bool]:
+    def run(self, command: list[str], enough: int | None = None, variables: dict[str, str] | None = None) -> tuple[str, bool]:
         """Runs a process. Returns its output, and whether its exit status is 0.
 
         Args:
             command: command of the process.
             enough: number of lines in the log of open_clip after which the process is ended.
+            variables: further environment variables.
         """
         process = subprocess.Popen(
-            command, env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            command,
+            env={**self.environment, **(variables or {})},
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
         timers = [
             threading.Timer(self.args.limit, process.terminate),
             threading.Timer(self.args.limit + GRACE, _end, [process]),
@@ -185,7 +193,7 @@ class Bench:
 
     # The systems. Each returns a row with rate, steps, share of waiting for data and peak, or with "failed" and the reason.
 
-    def megabatch(self, batch: int, flags: list[str]) -> dict[str, Any]:
+    def megabatch(self, batch: int, flags: list[str], variables: dict[str, str] | None = None) -> dict[str, Any]:
         """Runs `megabatch train`."""
         run = Path(tempfile.mkdtemp(dir=self.folder)) / "run"
         start = [sys.executable, "-m", "megabatch"]
@@ -193,7 +201,7 @@ class Bench:
             start = [sys.executable, str(HERE / "train_speed_child.py"), "megabatch"]
         flags_of_run = ["--data", self.data, "--model", f"open_clip:{self.args.model}", "--batch-size", str(batch)]
         steps = ["--set", f"steps={self.args.steps + SKIPPED}", *ONE_CHECKPOINT, "--output", str(run), "--no-report"]
-        output, _ = self.run([*start, "train", *flags_of_run, *steps, *flags])
+        output, _ = self.run([*start, "train", *flags_of_run, *steps, *flags], variables=variables)
         metrics = run / "metrics.jsonl"
         return from_metrics(results.read(metrics) if metrics.exists() else [], output)
 
@@ -240,6 +248,7 @@ def from_metrics(records: list[dict[str, Any]], output: str) -> dict[str, Any]:
         "data_share": phases.get("data", 0.0) / sum(phases.values()),
         "phases": phases,
         "peak_bytes": last["memory_bytes"],
+        "start": steps[0].get("start", {}),
     }
     return row | ({"mfu": last["mfu"]} if "mfu" in last else {})
 
@@ -293,7 +302,7 @@ def measure(record: Record, bench: Bench, args: argparse.Namespace) -> None:
                 add(BOUND, args.batches[0], f"{variant}, {passes}" if passes else variant, row)
     for variant in args.variants:
         if time_left():
-            add(OURS, args.batches[0], variant, bench.megabatch(args.batches[0], VARIANTS[variant]))
+            add(OURS, args.batches[0], variant, bench.megabatch(args.batches[0], VARIANTS[variant], VARIABLES.get(variant)))
         if time_left() and fits is not None and variant in OPEN_CLIP_VARIANTS:
             add(THEIRS, fits, variant, bench.open_clip(fits, OPEN_CLIP_VARIANTS[variant]))
 
@@ -317,8 +326,9 @@ def markdown(record: dict[str, Any]) -> str:
         "for it. Encoding each chunk once is the upper bound."
     )
     phases = [f"- {name(row)}: {shares(row['phases'])}" for row in rows if "phases" in row]
+    starts = [f"- {name(row)}: {start_of(row)}" for row in rows if row.get("start")]
     table = TextTable(HEADINGS, [cells(row, _baseline(row, rows)) for row in rows]).markdown()
-    return paragraphs(about, table, "Time by phase:\n\n" + "\n".join(phases) if phases else "")
+    return paragraphs(about, table, "Time by phase:\n\n" + "\n".join(phases) if phases else "", starts_of(starts))
 
 
 def _baseline(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
@@ -335,6 +345,20 @@ def cells(row: dict[str, Any], theirs: float | None) -> list[str]:
     of_time = [tables.percent(row[key]) if key in row else "" for key in ("data_share", "mfu")]
     rate, ratio = f"{row['rate']:,.0f}", tables.ratio(row["rate"], theirs)
     return [name(row), rate, ratio, *of_time, tables.gib(row.get("peak_bytes"), ".1f"), str(row["steps"])]
+
+
+def start_of(row: dict[str, Any]) -> str:
+    """Returns the seconds of each phase of the start, of which the last one is the first step."""
+    phases = {phase.replace("_", " "): seconds for phase, seconds in row["start"].items()}
+    return f"{sum(phases.values()):.1f} s: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items())
+
+
+def starts_of(starts: list[str]) -> str:
+    """Returns the paragraph about the starts of the runs. The first run has a cold compiler cache."""
+    about = (
+        "Seconds from the command to the end of the first step. The first run of the table starts with a cold compiler cache:"
+    )
+    return about + "\n\n" + "\n".join(starts) if starts else ""
 
 
 def shares(phases: dict[str, float]) -> str:
