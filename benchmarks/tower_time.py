@@ -37,7 +37,7 @@ WAYS = ("torch", "packed", "cudnn", "kernel", "float8")
 DEFAULT_WAYS = ("torch", "packed", "kernel")
 # The first pattern that matches the name of a GPU kernel gives its category.
 CATEGORIES = {
-    "attention": r"flash|fmha|attention|sdpa|^_forward|^_backward",
+    "attention": r"flash|fmha|attention|sdpa",
     "matmul": r"gemm|nvjet|cutlass|xmma|cublas|splitKreduce",
     "layer norm": r"layer_norm",
     "GELU": r"gelu|erf|sigmoid",

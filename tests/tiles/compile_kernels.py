@@ -26,6 +26,7 @@ from megabatch.operators import dense, one_gpu
 from megabatch.tiles import eager, plan
 from megabatch.tiles.block import HALF_DTYPE, TRITON, Block, ColumnGradients, Needs
 from megabatch.tiles.sums import LogSum
+from megabatch_train.towers import attention_kernels
 
 SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448}
 
@@ -142,6 +143,8 @@ def main(capability: int, precision: str, features: bool) -> None:
         (small_gradients, "sigmoid_kernel"),
         (small_gradients, "_finish_kernel"),
         (operands, "_multiply_kernel"),
+        (attention_kernels, "_attention_kernel"),
+        (attention_kernels, "_attention_gradient_kernel"),
     )
     for module, name in kernels:
         setattr(module, name, Compiles(getattr(module, name), target))
@@ -241,6 +244,8 @@ def launch_all(D: int, precision: str, features: bool, N: int = 300) -> None:
     if not features:
         ranking.rank_counts(Block(x, y, torch.tensor(1.0), precision))
     launch_late(precision, dtype, features)
+    if precision in HALF_DTYPE:
+        launch_attention(dtype, causal=features)
     for group in (8, None):
         numbers = torch.arange(N) if features else None  # of one column, in a search
         searched = replace(alone, row_bias=None, col_bias=None, row_ids=numbers, col_ids=numbers)
@@ -259,6 +264,14 @@ def launch_late(precision: str, dtype: torch.dtype, features: bool) -> None:
     for _ in late_kernels.score_tiles(block):
         pass
     late_kernels.add_gradients(block, lambda s, rows, columns: s, torch.zeros(256, D), torch.zeros(256, D))
+
+
+def launch_attention(dtype: torch.dtype, causal: bool) -> None:
+    """Attention of compiled towers, for each size of the blocks of tokens."""
+    for tokens in (7, 24, 50, 128):
+        projected = torch.randn(2, tokens, 3 * 128).to(dtype)
+        attention_kernels.forward(projected, 2, causal)
+        attention_kernels.backward(projected, torch.randn(2, tokens, 128).to(dtype), 2, causal)
 
 
 if __name__ == "__main__":

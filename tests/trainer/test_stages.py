@@ -276,6 +276,8 @@ def test_stages_in_a_file_and_their_errors(tmp_path, name):
         resolve({"stage": 3})
     with pytest.raises(SettingsError, match=r"steps must be 0 for a run with stages, .*, got 7"):
         resolve({"stage": [{"steps": 1}], "steps": 7})
+    with pytest.raises(ValueError, match=r"epochs must not be set for a run with stages, which have their own lengths, got 7"):
+        resolve({"stage": [{"steps": 1}], "epochs": 7})
     with pytest.raises(SettingsError, match=r"schedule.unmask_fraction must be 0 for a run with stages"):
         resolve({"stage": [{"steps": 1}], "schedule": {"unmask_fraction": 0.5}})
     for stage, changes, message in [

@@ -25,7 +25,7 @@ def _weights(q, k, row, column, tokens, scale_log2, CAUSAL: tl.constexpr):  # ->
 
 
 @triton.jit
-def _forward(
+def _attention_kernel(
     projected, output, tokens, heads, scale_log2, DIM: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
     sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
@@ -43,7 +43,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _attention_gradient_kernel(
     projected, gradient, result, tokens, heads, scale_log2, scale, DIM: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
     sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
@@ -67,7 +67,7 @@ def _backward(
 
 
 def _block(tokens: int) -> int:
-    return max(16, triton.next_power_of_2(tokens))
+    return max(16, int(triton.next_power_of_2(tokens)))
 
 
 # Warps of a program by the block of tokens, measured on an H200: forward, backward.
@@ -81,9 +81,8 @@ def forward(projected: Tensor, heads: int, causal: bool) -> Tensor:  # (n, L, 3 
     output = torch.empty(samples, tokens, triple // 3, dtype=projected.dtype, device=projected.device)
     if output.numel():
         scale_log2 = math.log2(math.e) / math.sqrt(dim)
-        _forward[(samples * heads,)](
-            projected, output, tokens, heads, scale_log2, dim, block, causal, num_warps=_WARPS[block][0]
-        )
+        constants = {"DIM": dim, "BLOCK": block, "CAUSAL": causal, "num_warps": _WARPS[block][0]}
+        _attention_kernel[(samples * heads,)](projected, output, tokens, heads, scale_log2, **constants)
     return output
 
 
@@ -94,8 +93,8 @@ def backward(projected: Tensor, gradient: Tensor, heads: int, causal: bool) -> T
     result = torch.empty_like(projected)
     if result.numel():
         scale = 1 / math.sqrt(dim)
-        _backward[(samples * heads,)](
-            projected, gradient, result, tokens, heads, math.log2(math.e) * scale, scale, dim, block, causal,
-            num_warps=_WARPS[block][1],
-        )  # fmt: skip
+        constants = {"DIM": dim, "BLOCK": block, "CAUSAL": causal, "num_warps": _WARPS[block][1]}
+        _attention_gradient_kernel[(samples * heads,)](
+            projected, gradient, result, tokens, heads, math.log2(math.e) * scale, scale, **constants
+        )
     return result

@@ -77,7 +77,7 @@ class PackedAttention(nn.MultiheadAttention):
 
     causal: bool = False  # whether every mask of two dimensions is causal
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,  # (n, L, E)
         key: Tensor,
@@ -139,8 +139,9 @@ def attend(projected: Tensor, heads: int, *, causal: bool = False) -> Tensor:  #
     """
     tokens, dim = projected.shape[1], projected.shape[2] // 3 // heads
     if tokens <= LONGEST and dim in HEAD_DIMS and projected.is_cuda and projected.dtype in (torch.bfloat16, torch.float16):
-        return _short_attention(projected, heads, causal)
-    q, k, v = projected.unflatten(2, (3, heads, dim)).permute(2, 0, 3, 1, 4)  # (n, heads, L, dim) each
+        output: Tensor = _short_attention(projected, heads, causal)
+        return output
+    q, k, v = projected.view(*projected.shape[:2], 3, heads, dim).permute(2, 0, 3, 1, 4)  # (n, heads, L, dim) each
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
 
 
@@ -156,7 +157,8 @@ def _kernels() -> ModuleType:
 
 @torch.library.custom_op("megabatch_train::short_attention", mutates_args=())
 def _short_attention(projected: Tensor, heads: int, causal: bool) -> Tensor:
-    return _kernels().forward(projected.contiguous(), heads, causal)
+    output: Tensor = _kernels().forward(projected.contiguous(), heads, causal)
+    return output
 
 
 @_short_attention.register_fake
@@ -166,7 +168,8 @@ def _(projected: Tensor, heads: int, causal: bool) -> Tensor:
 
 @torch.library.custom_op("megabatch_train::short_attention_backward", mutates_args=())
 def _short_attention_backward(projected: Tensor, gradient: Tensor, heads: int, causal: bool) -> Tensor:
-    return _kernels().backward(projected.contiguous(), gradient.contiguous(), heads, causal)
+    result: Tensor = _kernels().backward(projected.contiguous(), gradient.contiguous(), heads, causal)
+    return result
 
 
 @_short_attention_backward.register_fake

@@ -447,8 +447,10 @@ def resolve(*given: Mapping[str, Any]) -> TrainConfig:
     """Returns the settings of a run. The given tables override the recipe for its model and data, and later tables win."""
     asked = merge(*given)
     chosen = settings.build(TrainConfig, asked, meanings=MEANINGS)
-    of_adapters = ADAPTERS if chosen.lora.rank else {}
-    return settings.build(TrainConfig, merge(recipe(chosen.model, chosen.data), of_adapters, asked))
+    suited = merge(recipe(chosen.model, chosen.data), ADAPTERS if chosen.lora.rank else {})
+    if chosen.stage and asked.get("epochs", TrainConfig.epochs) not in (TrainConfig.epochs, suited.get("epochs")):
+        raise ValueError(f"epochs must not be set for a run with stages, which have their own lengths, got {chosen.epochs:g}")
+    return settings.build(TrainConfig, merge(suited, asked))
 
 
 def merge(*tables: Mapping[str, Any]) -> settings.Table:
