@@ -551,7 +551,8 @@ def allocate_kept(block: LateBlock) -> Kept | None:
 def score_tiles(block: LateBlock, kept: Kept | None = None) -> Iterator[tuple[slice, slice, Tensor]]:  # (n, m)
     """Yields (rows, columns, Σ_t max_u) of each strip. Writes the scores and argmax indices to `kept` if it is given."""
     operands = MaxsimOperands(block)
-    strip = kernel_plan.MAXSIM_SCORES if kept is None else plan.TileSize(block.N, kernel_plan.MAXSIM_DOCUMENTS)
+    strip = kernel_plan.MAXSIM_SCORES.fit_to(block.N, block.M)
+    strip = strip if kept is None else plan.TileSize(block.N, kernel_plan.MAXSIM_DOCUMENTS)
     # The maxima ignore NaN. So NaN is added to all scores of a query or document that contains NaN or infinite values.
     query_nan, document_nan = _nan_where_not_finite(block.query), _nan_where_not_finite(block.document)
     for rows in windows(block.N, strip.rows):

@@ -149,6 +149,21 @@ def pair_gradients(
         pairs.add_gradients(weights, winners, dquery, ddocument)
 
 
+def all_scores(block: LateBlock, backend: str) -> Tensor:  # (N, M)
+    """Returns all scores, and −inf for documents without vectors and for excluded pairs."""
+    if block.is_empty:
+        return block.zeros(block.N, block.M)
+    empty, scores = _empty_documents(block), None
+    for rows, columns, largest in backend_for(backend, block).score_tiles(block):
+        s = _similarities(block, empty, rows, columns, largest)
+        if s.shape == (block.N, block.M):
+            return s.contiguous()
+        scores = block.zeros(block.N, block.M) if scores is None else scores
+        scores[rows, columns] = s
+    assert scores is not None
+    return scores
+
+
 def _empty_documents(block: LateBlock) -> Tensor | None:  # (M,) bool
     return None if block.document.valid is None else block.document.counts() == 0
 
