@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from megabatch import checks
-from megabatch.dispatch import Backend, Execution, Group
+from megabatch.dispatch import Backend, Execution, Group, Reduction, late_loss_is_dense
 from megabatch.late import operators as own_operators
 from megabatch.late import scores
-from megabatch.late.tiles import TokenRows
+from megabatch.late.tiles import LateBlock, TokenRows
 from megabatch.operators import apply
 from megabatch.pairwise import LogSumExp, TopK, each_row, largest_below
 from megabatch.primitives import KEPT, SEPARATE, SKIPPED, accumulator_dtype, execution, number, widen_float16
+from megabatch.tiles.block import by_matmul_setting
 from megabatch.tiles.sums import Best, best_columns
 
 __all__ = ["KEPT", "SEPARATE", "Similarities", "Tokens", "maxsim_logsumexp", "maxsim_scores", "maxsim_topk"]
@@ -116,6 +117,18 @@ class Similarities:
         """Returns (row, column, match, mean_weight), like `primitives.logsumexp`."""
         row, col, match, mean_weight, *_ = apply(own_operators.maxsim_logsumexp, *self._inputs(ids, diagonal, columns=columns))
         return row, col, match, mean_weight
+
+    def dense_loss(self, ids: Tensor | None, reduction: Reduction, *, symmetric: bool) -> Tensor | None:  # ()
+        """Returns the loss of the pairs, or None if the scores are not stored all at once (`dispatch.late_loss_is_dense`)."""
+        N, document = self.query.count, self.document
+        if not late_loss_is_dense(self.query.values, N, N * N * self.query.max_length, self.run, reduction):
+            return None
+        from megabatch.late.small import loss_of_pairs  # imports Triton
+
+        share = (1 / N if reduction == "mean" else 1.0) / (2 if symmetric else 1)
+        weight = self.query.weights() if self.normalize else None
+        precision = by_matmul_setting(self.run.precision, self.query.values.device.type)
+        return loss_of_pairs(LateBlock(self.query, document, self.scale, precision, weight), ids, share, symmetric=symmetric)
 
     def of_own(self) -> tuple[Tensor, Tensor]:  # (N, M / N), ()
         """Returns (the scores of each query with its own documents, mean_weight)."""

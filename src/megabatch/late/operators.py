@@ -25,7 +25,7 @@ from megabatch.ring.lap import Lap, Merge, Tensors, Work
 from megabatch.ring.passes import add
 from megabatch.ring.ranks import Ranks, agree, choose_route
 from megabatch.ring.routes import Route
-from megabatch.tiles.block import EAGER, HALF_DTYPE, accumulator_dtype, windows
+from megabatch.tiles.block import EAGER, HALF_DTYPE, windows
 from megabatch.tiles.eager import diagonal_of
 from megabatch.tiles.sums import LogSum, weighted_softmax
 
@@ -365,7 +365,7 @@ class MaxsimInputs(NamedTuple):
             TokenRows(self.document, self.document_max_length, self.document_lengths, self.document_valid),
             self.scale,
             self.precision,
-            weight=1 / query.counts().clamp_min(1).to(accumulator_dtype(self.query.dtype)) if self.normalize else None,
+            weight=query.weights() if self.normalize else None,
             row_ids=self.row_ids,
             col_ids=self.col_ids,
             skip_diagonal=self.diagonal != KEPT,
