@@ -142,7 +142,7 @@ class Limits:
     one_gpu_labels: int = 16384
     # Late interaction. Up to 1,024 pairs, a step over strips is launch-bound or nearly so, and all scores take 4 MiB.
     late_triton: int = 1024
-    late_indices: int = 2**27  # the argmax indices take 256 MiB in int16
+    late_indices: int = 2**26  # argmax indices: 128 MiB in int16, and 256 MiB for the lists of backward
     # Largest rows × D for which the float32 sums of dx, and later these sums plus the gradients, fit the workspace limits.
     one_gpu_elements: int = 2**27
 

@@ -270,7 +270,7 @@ def launch_late(precision: str, dtype: torch.dtype, features: bool) -> None:
     sides = [replace(tokens, values=side) for side in values]
     pairs = LateBlock(*sides, torch.ones((), dtype=torch.float64), precision, weight)
     loss = late_small.loss_of_pairs(
-        pairs, make_ids(8) if features and make_ids(8).dim() == 1 else None, 0.5, symmetric=features
+        pairs, torch.arange(8) if features else None, 0.5, symmetric=features
     )
     torch.autograd.grad(loss, values)
 

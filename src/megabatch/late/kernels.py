@@ -89,8 +89,8 @@ class TokenSide:
 def query_slots(block: LateBlock) -> tuple[int, int]:
     """Returns the number of rows in a slot, and the number of slots of a query."""
     tile = kernel_plan.maxsim_tile(block.precision, block.device, block.query.D)
-    slot = min(tile.rows, max(16, triton.next_power_of_2(block.query.max_length)))
-    return slot, triton.cdiv(block.query.max_length, slot)
+    slot = min(tile.rows, max(16, 1 << (block.query.max_length - 1).bit_length()))
+    return slot, plan.tiles(block.query.max_length, slot)
 
 
 class MaxsimOperands:
@@ -101,7 +101,7 @@ class MaxsimOperands:
         self.q, self.d = (TokenSide.of(side, block.precision) for side in (block.query, block.document))
         self.tile = kernel_plan.maxsim_tile(block.precision, block.device, block.query.D)
         self.slot, self.slots = query_slots(block)
-        self.block_d = min(self.tile.dims, max(16, triton.next_power_of_2(block.query.D)))
+        self.block_d = min(self.tile.dims, max(16, 1 << (block.query.D - 1).bit_length()))
         self.precision = "ieee" if block.precision == FLOAT32 else "tf32"
 
     def queries(self, rows: slice, vectors: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
@@ -181,7 +181,7 @@ def _best_of_tile(
     largest = tl.reduce(s, 1, _maximum)
     if WINNERS:
         at = tl.min(tl.where(s == largest[:, None], offs_u[None, :], BLOCK_U), 1)
-        winner = tl.where(largest > best, u + at, winner)
+        winner = tl.where(largest > best, u + at, tl.where(largest == largest, winner, u))
     return _maximum(best, largest), winner
 
 
@@ -267,13 +267,13 @@ def sums_of_slots(
     n, m = rows.stop - rows.start, columns.stop - columns.start
     slots, tile, device = n * operands.slots, operands.tile, operands.block.device
     result = torch.empty(m, slots, dtype=torch.float32, device=device) if out is None else out
-    tiles = triton.cdiv(slots * operands.slot, tile.rows)
+    tiles = plan.tiles(slots * operands.slot, tile.rows)
     splits = max(1, min(m, -(-8 * kernel_plan.multiprocessors(device) // tiles)))
-    each = triton.cdiv(m, splits)
+    each = plan.tiles(m, splits)
     q_start, q_length, q_valid, q = operands.queries(rows, operands.q.values)
     launch(
         _maxsim_kernel,
-        (tiles, triton.cdiv(m, each)),
+        (tiles, plan.tiles(m, each)),
         (
             q,
             descriptor(operands.d.values, tile.columns, operands.block_d),
@@ -452,7 +452,7 @@ def _add_documents(
 ) -> None:
     (m, n), count, device = weights.shape, winners.shape[1], winners.device
     tile = kernel_plan.maxsim_listed_tile(operands.block.precision, operands.block.device)
-    parts, chunks = triton.cdiv(operands.d.max_length, tile.rows), triton.cdiv(count, _CHUNK)
+    parts, chunks = plan.tiles(operands.d.max_length, tile.rows), plan.tiles(count, _CHUNK)
     sizes, blocks = (count, parts, chunks), {"BLOCK_T": _CHUNK, "BLOCK_U": tile.rows}
     counts = torch.empty(m * parts * chunks, dtype=torch.int32, device=device)
     launch(_count_kernel, (chunks, m), (winners, counts), sizes, **blocks)
@@ -462,7 +462,7 @@ def _add_documents(
     q_start, q_length, _, q = operands.queries(rows, operands.q.values)
     launch(
         _listed_gradient_kernel,
-        (parts, m, triton.cdiv(operands.block.query.D, operands.block_d)),
+        (parts, m, plan.tiles(operands.block.query.D, operands.block_d)),
         (q, winners, weights, listed, ends, q_start, q_length, *operands.d.tables(columns), ddocument),
         (n, columns.start, *sizes, q.stride(0)),
         **operands.constants,
@@ -539,7 +539,7 @@ def add_strip_gradients(
     gather = kernel_plan.MAXSIM_GATHER
     launch(
         _query_gradient_kernel,
-        (triton.cdiv(slots * operands.slot, gather.rows), triton.cdiv(D, block_d)),
+        (plan.tiles(slots * operands.slot, gather.rows), plan.tiles(D, block_d)),
         (operands.d.values, winners, weights, q_start, q_length, q_valid, d_start, dq),
         (n, m, columns.start, slots, operands.d.values.stride(0)),
         **operands.constants,

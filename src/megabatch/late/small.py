@@ -20,6 +20,7 @@ from megabatch.kernels.small import softmax_of
 from megabatch.late.kernels import MaxsimOperands, empty_winners, first_vector, query_slots, rows_of_queries, sums_of_slots
 from megabatch.late.tiles import LateBlock, TokenRows
 from megabatch.operators.autograd import is_batched, refuse_second_derivative, use_device_of
+from megabatch.tiles import plan
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Losses and weights, from the scores of all pairs.
@@ -305,7 +306,7 @@ class _LateLoss(torch.autograd.Function):
         sums = sums_of_slots(MaxsimOperands(block), everything, everything, winners)
         weights = torch.empty(N, N, dtype=torch.float32, device=device) if learns else None
         tile, directions = kernel_plan.MAXSIM_LOSS, 2 if symmetric else 1
-        programs = triton.cdiv(N, tile.rows)
+        programs = plan.tiles(N, tile.rows)
         parts = torch.empty(directions, 2, programs, dtype=torch.float64, device=device)
         for direction in range(directions):
             launch(
@@ -332,8 +333,8 @@ class _LateLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
         query, document, scale, winners, weights, dscale = ctx.saved_tensors
-        sides = [TokenRows(values, *side) for values, side in zip((query, document), ctx.sides, strict=True)]
-        block, batched = LateBlock(*sides, scale, ctx.precision), is_batched(dloss)
+        queries, documents = (TokenRows(values, *side) for values, side in zip((query, document), ctx.sides, strict=True))
+        block, batched = LateBlock(queries, documents, scale, ctx.precision), is_batched(dloss)
         upstream = torch.ones_like(dscale) if batched else dloss  # kernels cannot read a batch
         with use_device_of(query):
             needs = ctx.needs_input_grad[:2]
@@ -353,7 +354,7 @@ def _vector_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:  # (Tq, D), (Td, D)
     operands, N, rows = MaxsimOperands(block), block.N, winners.shape[1]
     D, scale, everything = block.query.D, block.scale, slice(0, block.N)
-    steps = triton.cdiv(D, operands.block_d)
+    steps = plan.tiles(D, operands.block_d)
     q_start, q_length, q_valid, q = operands.queries(everything, operands.q.values)
     d, dquery, ddocument = operands.d.values, None, None
     if needs[0]:
@@ -361,7 +362,7 @@ def _vector_gradients(
         tile = kernel_plan.MAXSIM_SMALL_GATHER
         launch(
             _query_kernel,
-            (triton.cdiv(rows, tile.rows), steps),
+            (plan.tiles(rows, tile.rows), steps),
             (d, winners, weights, q_start, q_length, q_valid, operands.d.starts, scale, dloss, dquery),
             (N, N, rows, d.stride(0), share),
             **operands.constants,
@@ -370,7 +371,7 @@ def _vector_gradients(
     if needs[1]:
         ddocument = torch.empty(block.document.values.shape, dtype=block.document.values.dtype, device=block.device)
         tile = kernel_plan.maxsim_small_listed_tile(block.precision, block.device)
-        parts = triton.cdiv(block.document.max_length, tile.rows)
+        parts = plan.tiles(block.document.max_length, tile.rows)
         listed = torch.empty(N, rows, dtype=torch.int32, device=block.device)
         bounds = torch.empty(N, parts, 2, dtype=torch.int32, device=block.device)
         scan = kernel_plan.MAXSIM_SCAN
