@@ -139,6 +139,19 @@ def test_empty_items_and_nan(engine, small_parts):
     assert values[2].eq(-torch.inf).all()
 
 
+def test_queries_may_be_longer_than_a_tile(engine):
+    dtype, generator = ENGINES[engine], torch.Generator().manual_seed(0)
+    query, document = (torch.randn(count, 80, 6, generator=generator).to(dtype) for count in (2, 3))
+    wanted = reference.maxsim(list(query.double()), list(document.double()))
+    candidates = torch.tensor([[2, 0], [1, -1]])
+    expected = wanted.gather(1, candidates.clamp_min(0)).masked_fill(candidates < 0, -torch.inf)
+    for actual, exact in (
+        (mb.maxsim_scores(query, document, backend=engine), wanted),
+        (mb.maxsim_scores(query, document, candidates=candidates, backend=engine), expected),
+    ):
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-6, atol=0)
+
+
 def test_sides_may_be_empty(engine):
     query, nothing = torch.ones(2, 3, 4, dtype=ENGINES[engine]), torch.ones(0, 3, 4, dtype=ENGINES[engine])
     assert mb.maxsim_scores(query, nothing, backend=engine).shape == (2, 0)

@@ -127,6 +127,7 @@ def main(capability: int, precision: str, features: bool) -> None:
         (late_small, "_part_list_kernel"),
         (late_small, "_document_kernel"),
         (late_small, "_query_kernel"),
+        (late_small, "_candidate_kernel"),
         (ranking, "_group_products_kernel"),
         (ranking, "_choice_kernel"),
         (operands, "_largest_norms_kernel"),
@@ -269,10 +270,10 @@ def launch_late(precision: str, dtype: torch.dtype, features: bool) -> None:
     weight = tokens.weights().float() if features else None
     sides = [replace(tokens, values=side) for side in values]
     pairs = LateBlock(*sides, torch.ones((), dtype=torch.float64), precision, weight)
-    loss = late_small.loss_of_pairs(
-        pairs, torch.arange(8) if features else None, 0.5, symmetric=features
-    )
+    loss = late_small.loss_of_pairs(pairs, torch.arange(8) if features else None, 0.5, symmetric=features)
     torch.autograd.grad(loss, values)
+    with torch.no_grad():
+        late_small.candidate_scores(pairs, torch.zeros(8, 3, dtype=torch.int64))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from megabatch.late.tiles import LateBlock, TokenRows
 from megabatch.operators import apply
 from megabatch.pairwise import LogSumExp, TopK, each_row, largest_below
 from megabatch.primitives import KEPT, SEPARATE, SKIPPED, accumulator_dtype, execution, number, widen_float16
-from megabatch.tiles.block import by_matmul_setting
+from megabatch.tiles.block import HALF_DTYPE, TRITON, by_matmul_setting
+from megabatch.tiles.plan import SCORE_ELEMENTS
 from megabatch.tiles.sums import Best, best_columns
 
 __all__ = ["KEPT", "SEPARATE", "Similarities", "Tokens", "maxsim_logsumexp", "maxsim_scores", "maxsim_topk"]
@@ -120,15 +121,13 @@ class Similarities:
 
     def dense_loss(self, ids: Tensor | None, reduction: Reduction, *, symmetric: bool) -> Tensor | None:  # ()
         """Returns the loss of the pairs, or None if the scores are not stored all at once (`dispatch.late_loss_is_dense`)."""
-        N, document = self.query.count, self.document
+        N = self.query.count
         if not late_loss_is_dense(self.query.values, N, N * N * self.query.max_length, self.run, reduction):
             return None
         from megabatch.late.small import loss_of_pairs  # imports Triton
 
         share = (1 / N if reduction == "mean" else 1.0) / (2 if symmetric else 1)
-        weight = self.query.weights() if self.normalize else None
-        precision = by_matmul_setting(self.run.precision, self.query.values.device.type)
-        return loss_of_pairs(LateBlock(self.query, document, self.scale, precision, weight), ids, share, symmetric=symmetric)
+        return loss_of_pairs(self._block(), ids, share, symmetric=symmetric)
 
     def of_own(self) -> tuple[Tensor, Tensor]:  # (N, M / N), ()
         """Returns (the scores of each query with its own documents, mean_weight)."""
@@ -139,6 +138,27 @@ class Similarities:
         """Returns all scores without a gradient, and −inf for pairs with equal ids."""
         result: Tensor = scores.maxsim_scores(*self._inputs(ids, KEPT, columns=False))
         return result
+
+    def reads(self, document: TokenRows) -> bool:
+        """Returns whether the kernels can read the documents where they are, or copy them within the limit of a workspace."""
+        values, query = document.values, self.query.values
+        if self.run.backend != TRITON or values.device != query.device:
+            return False
+        from megabatch.kernels.operands import is_readable
+
+        half = HALF_DTYPE.get(self.run.precision)
+        return values.numel() <= SCORE_ELEMENTS or (values.dtype == half and is_readable(values))
+
+    def of_candidates(self, candidates: Tensor) -> Tensor:  # (N, K) int64
+        """Returns the scores of candidates by a kernel."""
+        from megabatch.late.small import candidate_scores
+
+        return candidate_scores(self._block(), candidates)
+
+    def _block(self) -> LateBlock:
+        """Returns the block for a kernel, whose scale is not rounded."""
+        precision = by_matmul_setting(self.run.precision, self.query.values.device.type)
+        return LateBlock(self.query, self.document, self.scale, precision, self.query.weights() if self.normalize else None)
 
     def _inputs(self, ids: tuple[Tensor | None, Tensor | None], diagonal: str, *, columns: bool) -> tuple[Any, ...]:
         query, document = self.query, self.document
@@ -301,8 +321,10 @@ def _score_candidates(similarities: Similarities, documents: TokenRows, candidat
     if least < -1 or most >= M:
         raise ValueError(f"candidates must be from -1 to {M - 1}, because there are {M} documents, got {least} to {most}")
     result = query.values.new_full(candidates.shape, -torch.inf, dtype=accumulator_dtype(query.values.dtype))
-    if not M:
+    if not M or not candidates.numel():
         return result
+    if similarities.reads(documents):
+        return similarities.against(documents, "document").of_candidates(candidates.long())
     for rows, columns in scores.split_candidates(candidates, documents.max_length * documents.D):
         some = scores.gather_documents(documents, candidates[rows, columns].flatten().long(), query.values.device)
         pairs = similarities.against(some, "document").of_queries(query.part(rows)[0])

@@ -137,14 +137,14 @@ def _maximum(a, b):
 
 
 @triton.jit
-def _sum_of_slots(best, counts, BLOCK_T: tl.constexpr, SLOT: tl.constexpr):
+def sum_of_slots(best, counts, BLOCK_T: tl.constexpr, SLOT: tl.constexpr):
     """Returns Σ_t max_u of each slot. It is −inf for a document without vectors, even if the query has no vectors."""
     nothing = tl.where(best == -float("inf"), best, 0.0)
     return tl.sum(tl.where(counts, best, nothing).reshape(BLOCK_T // SLOT, SLOT), 1)
 
 
 @triton.jit
-def _best_of_tile(
+def best_of_tile(
     q,  # (BLOCK_T, BLOCK_D), used if D is at most BLOCK_D
     q_rows,  # (BLOCK_T,) pointers
     counts,  # (BLOCK_T,) whether the query vector exists and is valid
@@ -231,11 +231,11 @@ def _maxsim_kernel(
             j, u = k // TILES, (k % TILES) * BLOCK_U
             best, winner = tl.where(u == 0, none, best), tl.where(u == 0, nobody, winner)
             first = (first_document + j) * WIDTH + u
-            best, winner = _best_of_tile(
+            best, winner = best_of_tile(
                 mine, q_rows, counts, d_desc, d_valid, first, WIDTH - u, best, winner, u,
                 D, WIDTH % BLOCK_U == 0, WINNERS, PRECISION, BLOCK_T, BLOCK_U, BLOCK_D,
             )  # fmt: skip
-            total = _sum_of_slots(best, counts, BLOCK_T, SLOT)
+            total = sum_of_slots(best, counts, BLOCK_T, SLOT)
             last = u + BLOCK_U >= WIDTH
             tl.store(sums + tl.cast(j, tl.int64) * slots + offs_slot, total, mask=(offs_slot < slots) & last)
             if WINNERS:
@@ -246,11 +246,11 @@ def _maxsim_kernel(
             start, length = tl.load(d_start + j).to(tl.int32), tl.load(d_length + j).to(tl.int32)
             best, winner = none, nobody
             for u in range(0, length, BLOCK_U):
-                best, winner = _best_of_tile(
+                best, winner = best_of_tile(
                     mine, q_rows, counts, d_desc, d_valid, start + u, length - u, best, winner, u,
                     D, False, WINNERS, PRECISION, BLOCK_T, BLOCK_U, BLOCK_D,
                 )  # fmt: skip
-            total = _sum_of_slots(best, counts, BLOCK_T, SLOT)
+            total = sum_of_slots(best, counts, BLOCK_T, SLOT)
             tl.store(sums + tl.cast(j, tl.int64) * slots + offs_slot, total, mask=offs_slot < slots)
             if WINNERS:
                 found = tl.where(counts, winner, -1).to(winners.dtype.element_ty)

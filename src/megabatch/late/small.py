@@ -3,6 +3,8 @@
 Forward has three launches: the scores with their argmax indices, the losses with the weights of the scores, and the sum of the
 losses. A loss of both directions needs one more. Backward has three: lists of the argmax indices, and the gradients of queries
 and of documents. Over strips, a step needs tens of launches, so a small batch would be launch-bound.
+
+The last section computes the scores of given candidates, which has one launch as well.
 """
 
 from typing import Any
@@ -15,9 +17,19 @@ from torch import Tensor
 from megabatch.kernels import plan as kernel_plan
 from megabatch.kernels.device import cross_entropy, finite_or_zero
 from megabatch.kernels.launch import launch
+from megabatch.kernels.operands import descriptor
 from megabatch.kernels.plan import KernelTile
 from megabatch.kernels.small import softmax_of
-from megabatch.late.kernels import MaxsimOperands, empty_winners, first_vector, query_slots, rows_of_queries, sums_of_slots
+from megabatch.late.kernels import (
+    MaxsimOperands,
+    best_of_tile,
+    empty_winners,
+    first_vector,
+    query_slots,
+    rows_of_queries,
+    sum_of_slots,
+    sums_of_slots,
+)
 from megabatch.late.tiles import LateBlock, TokenRows
 from megabatch.operators.autograd import is_batched, refuse_second_derivative, use_device_of
 from megabatch.tiles import plan
@@ -409,3 +421,86 @@ def _vector_gradients(
 
 def _sizes(tile: KernelTile, **blocks: int) -> dict[str, int]:
     return {**blocks, "num_warps": tile.warps, "num_stages": tile.stages}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The scores of candidates. A program computes the scores of one slot of a query with some of its candidates.
+
+
+@triton.jit
+def _candidate_kernel(
+    q,  # (Tq, D)
+    d_desc,  # (Td, D)
+    q_start,  # (n,) int64 or None
+    q_length,  # (n,) int64 or None
+    q_valid,  # (Tq,) int8 or None
+    d_start,  # (m,) int64, or None if all documents have WIDTH vectors
+    d_length,  # (m,) int64 or None
+    d_valid,  # (Td,) int8 or None
+    candidates,  # (n, k) int64, negative for none
+    sums,  # (n, k, SLOTS)
+    queries,
+    k,
+    candidates_each,
+    q_stride,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERY_WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SLOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    slot = tl.program_id(0)
+    query = tl.cast(slot // SLOTS, tl.int64)
+    rows = slot * SLOT + tl.arange(0, SLOT)
+    _, vector, counts = rows_of_queries(rows, q_start, q_length, q_valid, queries, SLOTS, SLOT, QUERY_WIDTH)
+    q_rows, offs_d = q + vector.to(tl.int64) * q_stride, tl.arange(0, BLOCK_D)
+    mine = tl.load(q_rows[:, None] + offs_d[None, :], counts[:, None] & (offs_d < D)[None, :], 0.0)
+    nobody = tl.full((SLOT,), -1, tl.int32)
+    begin = tl.program_id(1) * candidates_each
+    for c in range(begin, tl.minimum(begin + candidates_each, k)):
+        j = tl.load(candidates + query * k + c)
+        document = tl.maximum(j, 0)
+        length = WIDTH
+        if d_length is not None:
+            length = tl.load(d_length + document).to(tl.int32)
+        start, length = first_vector(d_start, 0, document, WIDTH).to(tl.int32), tl.where(j < 0, 0, length)
+        best = tl.full((SLOT,), -float("inf"), tl.float32)
+        for u in range(0, length, BLOCK_U):
+            best, _ = best_of_tile(
+                mine, q_rows, counts, d_desc, d_valid, start + u, length - u, best, nobody, u,
+                D, False, False, PRECISION, SLOT, BLOCK_U, BLOCK_D,
+            )  # fmt: skip
+        tl.store(sums + (query * k + c) * SLOTS + slot % SLOTS + tl.arange(0, 1), sum_of_slots(best, counts, SLOT, SLOT))
+
+
+def candidate_scores(block: LateBlock, candidates: Tensor) -> Tensor:  # (N, K) int64
+    """Returns the scores of each query with its candidates, and −inf for negative numbers and documents without vectors."""
+    N, K = candidates.shape
+    with use_device_of(block.query.values):
+        operands, candidates = MaxsimOperands(block), candidates.contiguous()
+        sums = torch.empty(N, K, operands.slots, dtype=torch.float32, device=block.device)
+        programs = N * operands.slots
+        splits = max(1, min(K, -(-16 * kernel_plan.multiprocessors(block.device) // programs)))
+        each = plan.tiles(K, splits)
+        q_start, q_length, q_valid, q = operands.queries(slice(0, N), operands.q.values)
+        tile = operands.tile
+        launch(
+            _candidate_kernel,
+            (programs, plan.tiles(K, each)),
+            (
+                *(q, descriptor(operands.d.values, tile.columns, operands.block_d), q_start, q_length, q_valid),
+                *(operands.d.starts, operands.d.lengths, operands.d.valid, candidates, sums),
+            ),
+            (N, K, each, q.stride(0)),
+            **operands.constants,
+            PRECISION=operands.precision,
+            BLOCK_U=tile.columns,
+            BLOCK_D=operands.block_d,
+            num_warps=4 if operands.slot <= 64 else tile.warps,
+            num_stages=tile.stages,
+        )
+        scores = sums.squeeze(2) if operands.slots == 1 else sums.sum(2)
+    return scores if block.weight is None else scores.mul_(block.weight[:, None])
