@@ -171,6 +171,7 @@ def test_errors_name_the_argument():
         (ValueError, "candidates must be from -1 to 1", (x, x), {"candidates": torch.tensor([[0], [-2]])}),
         (ValueError, "candidates must have 2 rows", (x, x), {"candidates": torch.tensor([[0]])}),
         (TypeError, "candidates must be an int64 or int32", (x, x), {"candidates": torch.zeros(2, 1)}),
+        (ValueError, "candidates must be on cpu", (x, x), {"candidates": torch.zeros(2, 1, dtype=torch.int64, device="meta")}),
         (ValueError, "same embedding dimension", (x, torch.ones(2, 3, 5)), {}),
         (TypeError, "same dtype", (x, x.half()), {}),
         (ValueError, "document must not require", (x, x.clone().requires_grad_()), {}),

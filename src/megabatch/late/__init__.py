@@ -317,6 +317,8 @@ def _score_candidates(similarities: Similarities, documents: TokenRows, candidat
         raise TypeError(f"candidates must be an int64 or int32 tensor of shape (queries, candidates), got {given}")
     if len(candidates) != query.count:
         raise ValueError(f"candidates must have {query.count} rows, one for each query, got {len(candidates)}")
+    if candidates.device != query.values.device:
+        raise ValueError(f"candidates must be on {query.values.device}, like the queries, got {candidates.device}")
     least, most = torch.stack(candidates.aminmax()).tolist() if candidates.numel() else (-1, -1)
     if least < -1 or most >= M:
         raise ValueError(f"candidates must be from -1 to {M - 1}, because there are {M} documents, got {least} to {most}")
