@@ -7,13 +7,18 @@ products again, and both gradients. cuBLAS computes them in strips. "Chunked PyT
 sentence-transformers, which computes the scores of 32 queries at a time. For more than 2^41 inner products, a step of megabatch
 is timed only once, and the bare products are extrapolated.
 
+Up to 1,024 pairs, megabatch is also measured without its dense path ("two passes"). `--variants` names sizes at which other
+tiles of the dense path are measured. `--scores` measures scores without gradients, and the search of the best documents.
+The last table has the times of all systems in one row for each size.
+
 Other projects are measured if they are installed. `--peers FOLDER` names a folder with packages (late_interaction_kernels,
 flash_maxsim).
 """
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megabatch as mb
+from megabatch import dispatch
+from megabatch.kernels import plan
+from megabatch.kernels.plan import KernelTile
 from megabatch_train.bench.measure import (
     LATE,
     OK,
@@ -46,15 +54,37 @@ from megabatch_train.bench.measure import (
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell, gib, ratio
 
-SIZES = ("256x32x128", "1024x32x128", "4096x32x128", "1024x32x512", "4096x32x512", "16384x32x128", "1024x128x1024")
+SIZES = ("32x32x128", "64x32x128", "128x32x128", "256x32x128", "32x32x1024", "256x32x1024", "32x128x2048", "256x128x2048")
+SIZES += (
+    "32x128x8192",
+    "128x128x8192",
+    "1024x32x128",
+    "4096x32x128",
+    "1024x32x512",
+    "4096x32x512",
+    "16384x32x128",
+    "1024x128x1024",
+)
 D, CHUNK = 128, 32
 LARGE = 2**41  # inner products
 TUNED_SMALL = 2**36  # above this number a system first runs 64 pairs, because autotuning takes minutes at full size
+SCORED, SCORED_TINY = ((1, 20000), (64, 20000), (1024, 20000)), ((3, 5),)  # queries and documents of `--scores`
 TOLERANCE = 0.02  # relative error of gradients; bf16 softmax weights and results explain 0.005
 SECONDS_A_ROUND = 0.06
 CHUNKED, LIK, FLASH = "chunked PyTorch", "late-interaction-kernels", "flash-maxsim"
 MOST = {CHUNKED: 4096, LIK: 4096, FLASH: 4096}  # most pairs; with more, a step takes seconds or raises an illegal memory access
-OURS, BARE = "megabatch", "bare products"
+OURS, TWO_PASSES, BARE = "megabatch", "megabatch, two passes", "bare products"
+LONG = 2048  # vectors of a document from which chunked PyTorch is not tried, because it stores all dot products of a chunk
+# Other tiles of the dense path: the names in `kernels.plan`, and the tiles.
+VARIANTS: dict[str, dict[str, KernelTile]] = {
+    "gather 8": {"MAXSIM_SMALL_GATHER": KernelTile(rows=8, columns=1, dims=128, warps=2, stages=3)},
+    "gather 32": {"MAXSIM_SMALL_GATHER": KernelTile(rows=32, columns=1, dims=128, warps=4, stages=3)},
+    "listed 64×128": {"_MAXSIM_SMALL_LISTED": KernelTile(rows=64, columns=128, dims=128, warps=4, stages=3)},
+    "listed 128×64": {"_MAXSIM_SMALL_LISTED": KernelTile(rows=128, columns=64, dims=128, warps=8, stages=3)},
+    "listed 64×32": {"_MAXSIM_SMALL_LISTED": KernelTile(rows=64, columns=32, dims=128, warps=4, stages=4)},
+    "scores 128×128": {"_MAXSIM": KernelTile(rows=128, columns=128, dims=128, warps=4, stages=3)},
+    "scan 4096": {"MAXSIM_SCAN": KernelTile(rows=1, columns=4096, dims=1, warps=8, stages=2)},
+}
 Step = Callable[[], tuple[Tensor, ...]]  # loss, dquery, ddocument
 
 
@@ -115,7 +145,45 @@ def systems(query: Tensor, document: Tensor, backend: str) -> dict[str, Callable
 
         return partial(with_gradients, loss, (query, document))
 
-    return {OURS: ours, CHUNKED: chunked, LIK: kernels, FLASH: flash}
+    def two_passes() -> Step:
+        step = ours()
+
+        def run() -> tuple[Tensor, ...]:
+            with dispatch.override(late_triton=0):
+                return step()
+
+        return run
+
+    found = {OURS: ours, CHUNKED: chunked, LIK: kernels, FLASH: flash}
+    return found if len(query) > dispatch.limits().late_triton else {**found, TWO_PASSES: two_passes}
+
+
+@contextmanager
+def use_tiles(tiles: dict[str, KernelTile]) -> Iterator[None]:
+    """Replaces tiles inside a `with` block."""
+    before = {name: getattr(plan, name) for name in tiles}
+    try:
+        for name, tile in tiles.items():
+            setattr(plan, name, tile)
+        yield
+    finally:
+        for name, tile in before.items():
+            setattr(plan, name, tile)
+
+
+def variants(query: Tensor, document: Tensor, backend: str) -> dict[str, Callable[[], Step]]:
+    """Returns functions like those of `systems`, for other tiles of megabatch."""
+
+    def with_tiles(tiles: dict[str, KernelTile]) -> Step:
+        step = systems(query, document, backend)[OURS]()
+
+        def run() -> tuple[Tensor, ...]:
+            with use_tiles(tiles):
+                return step()
+
+        return run
+
+    return {f"{OURS}, {name}": partial(with_tiles, tiles) for name, tiles in VARIANTS.items()}
 
 
 @torch.no_grad()
@@ -198,7 +266,7 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, device_of(args)
         self.backend = "triton" if self.device == "cuda" else "eager"
-        self.record = Record.of_script("late_interaction_gpu", args, args.seconds)
+        self.record = Record.of_script("late_interaction_gpu", args, args.seconds, scores=[])
 
     def measure_large(self, size: Size) -> None:
         """Measures one step of megabatch at a large size."""
@@ -243,10 +311,14 @@ class Run:
         row_error = (row[truth.sample].double() - truth.row).abs().max().item()
         results: list[dict[str, Any]] = []
         works: dict[str, Callable[[], Any]] = {}
-        for name, build in systems(query, document, self.backend).items():
+        builders = systems(query, document, self.backend)
+        if "x".join(map(str, size)) in self.args.variants:
+            builders |= variants(query, document, self.backend)
+        for name, build in builders.items():
             result: dict[str, Any] = {**about, "system": name, "status": OK}
             results.append(result)
-            if MOST.get(name, size.B) < size.B or self.record.seconds_left() <= 0:
+            too_large = MOST.get(name, size.B) < size.B or (name == CHUNKED and size.Ld >= LONG)
+            if too_large or self.record.seconds_left() <= 0:
                 result["status"] = "too large to try" if self.record.seconds_left() > 0 else LATE
                 continue
             try:
@@ -286,6 +358,52 @@ class Run:
         results[0]["input_bytes"] = input_bytes
         self.record["results"].extend(results)
 
+    def measure_scores(self, N: int, M: int) -> None:
+        """Measures the scores of N queries and M documents without gradients, and the search of the best 10 documents."""
+        Lq, Ld = (4, 6) if self.args.tiny else (32, 128)
+        query, document = (Size(B, Lq, Ld).vectors(self.device)[side].detach() for side, B in enumerate((N, M)))
+
+        def by_kernels() -> Tensor:
+            from late_interaction_kernels.autograd import maxsim
+
+            return maxsim(query, document)
+
+        def by_flash() -> Tensor:
+            from flash_maxsim import flash_maxsim_batched
+
+            return flash_maxsim_batched(query, document, shared_docs=True)
+
+        K = min(100, M)
+        candidates = torch.randint(M, (N, K), device=self.device, generator=torch.Generator(self.device).manual_seed(0))
+        chosen = f"{OURS}, {K} candidates"
+        works: dict[str, Callable[[], Any]] = {
+            OURS: partial(mb.maxsim_scores, query, document, backend=self.backend),
+            chosen: partial(mb.maxsim_scores, query, document, candidates=candidates, backend=self.backend),
+            f"{OURS}, top 10": lambda: mb.maxsim_topk(query, document, 10, backend=self.backend).values,
+            LIK: by_kernels,
+            FLASH: by_flash,
+        }
+        sample = slice(0, min(N, 2))
+        exact = scores_of(query[sample], document)[0] / scale_of(query)
+        results, ready = [], {}
+        for name, work in works.items():
+            result = {"N": N, "M": M, "Lq": Lq, "Ld": Ld, "system": name, "kind": "scores", "status": OK}
+            results.append(result)
+            try:
+                work()
+                found, result["peak_bytes"] = peak_memory(work, self.device)
+                expected = exact.gather(1, candidates[sample]) if name == chosen else exact
+                expected = exact.topk(min(10, M)).values if "top" in name else expected
+                result["error"] = (found[sample, : expected.shape[1]].double() - expected).abs().max().item()
+                ready[name] = work
+            except Exception as error:  # a library can fail in any way; the others are still measured
+                result["status"] = failure(error)
+            clear(self.device)
+        times = self.take_turns(ready)
+        for result in results:
+            result["ms"] = times.get(result["system"])
+        self.record["scores"].extend(results)
+
     def take_turns(self, works: dict[str, Callable[[], Any]]) -> dict[str, float]:
         """Returns the milliseconds of each function."""
         rounds, seconds = (1, 0.005) if self.args.tiny else (self.args.rounds, SECONDS_A_ROUND)
@@ -305,6 +423,11 @@ class Run:
                 self.measure(size)
             clear(self.device)
             self.record.save()
+        for N, M in SCORED_TINY if self.args.tiny else SCORED:
+            if self.args.scores and self.record.seconds_left() > 0:
+                self.record.say(f"scores of {N} queries and {M} documents")
+                self.measure_scores(N, M)
+                self.record.save()
 
 
 LEGEND = (
@@ -334,7 +457,30 @@ def markdown(record: dict[str, Any]) -> str:
         LEGEND,
         "Time of one bare matmul ÷ time of only the forward pass; memory; error of the logsumexps to float64; repeated runs:",
         "\n".join(lines),
+        *_score_table(record.get("scores", [])),
+        "Time in ms of a step, forward + backward:",
+        _summary(record["results"]),
     )
+
+
+def _score_table(results: list[dict[str, Any]]) -> list[str]:
+    headings = ["queries", "documents", "system", "ms", "extra GiB", "largest error"]
+    rows = []
+    for r in results:
+        cells = [f"{r['N']:,}", f"{r['M']:,}", r["system"], cell(r["ms"], ".3f") or r["status"], gib(r.get("peak_bytes"))]
+        rows.append([*cells, cell(r.get("error"), ".0e")])
+    title = "Scores without gradients, queries of 32 vectors and documents of 128, error of two queries relative to float64:"
+    return [title, TextTable(headings, rows, names=(2,)).markdown()] if rows else []
+
+
+def _summary(results: list[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(r["system"] for r in results if r["system"] not in (CHUNKED, BARE)))
+    rows = []
+    for (B, Lq, Ld), group in groups(results, "B", "Lq", "Ld").items():
+        times = {r["system"]: r for r in group}
+        cells = [cell(times[name].get("ms"), ".3f") or times[name]["status"] if name in times else "" for name in names]
+        rows.append([f"{B:,}", Lq, Ld, *cells])
+    return TextTable(["B", "Lq", "Ld", *names], rows).markdown()
 
 
 def _describe(ours: dict[str, Any], bare: float) -> str:
@@ -373,6 +519,8 @@ def main() -> int:
         help=f"pairs, vectors of a query, vectors of a document (default: {' '.join(SIZES)})",
     )
     number_options(parser, rounds=ROUNDS_OPTION)
+    parser.add_argument("--variants", nargs="*", default=[], metavar="BxLQxLD", help="sizes at which other tiles are measured")
+    parser.add_argument("--scores", action="store_true", help="also measure scores without gradients")
     parser.add_argument("--peers", type=Path, help="folder with packages to compare with")
     arguments(parser, "late_interaction_gpu", 190)
     args = parser.parse_args()

@@ -90,6 +90,8 @@ def test_public_names():
         "late_interaction_loss",
         "matryoshka_clip_loss",
         "maxsim_logsumexp",
+        "maxsim_scores",
+        "maxsim_topk",
         "nt_xent_loss",
         "pairwise_logsumexp",
         "pairwise_rank",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megabatch.cached import Encoded, HostSource, ReplayMismatchError, ReplaySource, Source, cached_backward
-    from megabatch.late import Tokens, maxsim_logsumexp
+    from megabatch.late import Tokens, maxsim_logsumexp, maxsim_scores, maxsim_topk
     from megabatch.losses import (
         ClipLoss,
         DistillClipLoss,
@@ -59,6 +59,8 @@ __all__ = [
     "late_interaction_loss",
     "matryoshka_clip_loss",
     "maxsim_logsumexp",
+    "maxsim_scores",
+    "maxsim_topk",
     "nt_xent_loss",
     "pairwise_logsumexp",
     "pairwise_rank",

@@ -141,10 +141,10 @@ def best(k: Any) -> None:
         raise ValueError(f"k must be an integer from 1 to {MAX_K}, got {k!r}")
 
 
-def bound(value: Any, name: str, x: Tensor) -> None:
+def bound(value: Any, name: str, x: Tensor, side: str = "x") -> None:
     """Checks a bound, which is a number or a tensor of one number for each row of x. A bound must not require a gradient."""
     if isinstance(value, Tensor) and value.numel() != 1:
-        offsets(value, name, x, "x")
+        offsets(value, name, x, side)
     elif value is not None:
         number(value, name, x)
         if isinstance(value, float) and math.isnan(value):

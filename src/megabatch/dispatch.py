@@ -140,6 +140,9 @@ class Limits:
     # With labels, `one_gpu` computes all logits, and the operator only half of them (`tiles.symmetric`). H200, bf16, D = 512:
     # 16,384 rows take 2.9 ms, and 6.4 ms in two passes. 32,768 rows take 10.1 ms, and 9.2 ms in two passes.
     one_gpu_labels: int = 16384
+    # Late interaction. Up to 1,024 pairs, a step over strips is launch-bound or nearly so, and all scores take 4 MiB.
+    late_triton: int = 1024
+    late_indices: int = 2**26  # argmax indices: 128 MiB in int16, and 256 MiB for the lists of backward
     # Largest rows × D for which the float32 sums of dx, and later these sums plus the gradients, fit the workspace limits.
     one_gpu_elements: int = 2**27
 
@@ -220,6 +223,23 @@ def choose_module(
 def find_rule(kind: str, rows: int, D: int, engine: str, *, on_cpu: bool = False) -> Rule:
     """Returns the rule of a standard loss with this many rows in one process, outside of torch.compile and torch.func."""
     return _first_rule(kind, engine, rows, D, on_cpu)
+
+
+def late_loss_is_dense(x: Tensor, pairs: int, indices: int, run: Execution, reduction: Reduction) -> bool:  # (T, D)
+    """Returns whether a loss of late interaction without further negatives stores all scores and argmax indices at once.
+
+    Args:
+        x: the vectors of all queries.
+        pairs: the number of pairs.
+        indices: the number of argmax indices.
+        run: how the call runs.
+        reduction: the reduction of the loss.
+    """
+    if run.backend != TRITON or run.group or reduction == "none":
+        return False
+    if not 1 <= pairs <= _limits.late_triton or indices > _limits.late_indices:
+        return False
+    return not (torch.compiler.is_compiling() or transforms_are_active() or isinstance(x, FakeTensor))
 
 
 @constant

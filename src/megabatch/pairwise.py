@@ -262,21 +262,21 @@ def pairwise_topk(
         k,
         run,
         ids=(None, None) if exclude is None or isinstance(exclude, str) else (exclude[0], exclude[1]),
-        limit=None if below is None else _largest_below(_each_row(below, x)),
+        limit=None if below is None else largest_below(each_row(below, x)),
         diagonal=SKIPPED if exclude == "diagonal" else KEPT,
     )
     if above is not None:
-        low = ~(values > _each_row(above, x)[:, None])
+        low = ~(values > each_row(above, x)[:, None])
         values, indices = values.masked_fill(low, -torch.inf), indices.masked_fill(low, -1)
     return TopK(values, indices)
 
 
-def _largest_below(bound: Tensor) -> Tensor:  # (N,)
+def largest_below(bound: Tensor) -> Tensor:  # (N,)
     """Returns the largest number that is smaller than the bound, or −inf where the bound is NaN."""
     lowest = bound.new_full((), -torch.inf)
     return bound.nextafter(lowest).where(~bound.isnan(), lowest)
 
 
-def _each_row(bound: float | Tensor, x: Tensor) -> Tensor:  # (N,)
+def each_row(bound: float | Tensor, x: Tensor) -> Tensor:  # (N,)
     """Returns a bound for each row, in the dtype of the dot products."""
     return torch.as_tensor(bound, device=x.device).to(accumulator_dtype(x.dtype)).reshape(-1).expand(len(x))

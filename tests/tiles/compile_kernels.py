@@ -21,6 +21,7 @@ from megabatch.dispatch import Execution
 from megabatch.kernels import gradient, logsumexp, operands, pairs, ranking, small_gradients, two_models
 from megabatch.kernels import plan as kernel_plan
 from megabatch.late import kernels as late_kernels
+from megabatch.late import small as late_small
 from megabatch.late.tiles import LateBlock, TokenRows
 from megabatch.operators import dense, one_gpu
 from megabatch.tiles import eager, plan
@@ -122,6 +123,12 @@ def main(capability: int, precision: str, features: bool) -> None:
         (late_kernels, "_count_kernel"),
         (late_kernels, "_list_kernel"),
         (late_kernels, "_listed_gradient_kernel"),
+        (late_small, "_loss_kernel"),
+        (late_small, "_total_kernel"),
+        (late_small, "_part_list_kernel"),
+        (late_small, "_document_kernel"),
+        (late_small, "_query_kernel"),
+        (late_small, "_candidate_kernel"),
         (ranking, "_group_products_kernel"),
         (ranking, "_choice_kernel"),
         (operands, "_largest_norms_kernel"),
@@ -264,6 +271,14 @@ def launch_late(precision: str, dtype: torch.dtype, features: bool) -> None:
     for _ in late_kernels.score_tiles(block):
         pass
     late_kernels.add_gradients(block, lambda s, rows, columns: s, torch.zeros(256, D), torch.zeros(256, D))
+    values = [tokens.values.clone().requires_grad_() for _ in range(2)]
+    weight = tokens.weights().float() if features else None
+    sides = [replace(tokens, values=side) for side in values]
+    pairs = LateBlock(*sides, torch.ones((), dtype=torch.float64), precision, weight)
+    loss = late_small.loss_of_pairs(pairs, torch.arange(8) if features else None, 0.5, symmetric=features)
+    torch.autograd.grad(loss, values)
+    with torch.no_grad():
+        late_small.candidate_scores(pairs, torch.zeros(8, 3, dtype=torch.int64))
 
 
 def launch_attention(dtype: torch.dtype, causal: bool) -> None:

@@ -290,19 +290,24 @@ def pack_ids(ids: Tensor | None) -> Tensor | None:
     return values if values.dim() == 1 else values.view(torch.uint64)
 
 
+def is_readable(values: Tensor) -> bool:
+    """Returns whether the copy engine can read the matrix in its layout."""
+    step = 16 // values.element_size()
+    return (
+        values.stride(1) == 1
+        and values.stride(0) % step == 0
+        and values.stride(0) >= values.shape[1]
+        and values.data_ptr() % 16 == 0
+    )
+
+
 def operand(values: Tensor, precision: str) -> Tensor:
     """Rounds `values` to `precision`. Returns a copy if the copy engine cannot read them in their layout."""
     if precision == TF32:
         values = round_to_tf32(values)
     elif precision in HALF_DTYPE and values.dtype != HALF_DTYPE[precision]:
         values = values.to(HALF_DTYPE[precision])
-    step = 16 // values.element_size()
-    if (
-        values.stride(1) == 1
-        and values.stride(0) % step == 0
-        and values.stride(0) >= values.shape[1]
-        and values.data_ptr() % 16 == 0
-    ):
+    if is_readable(values):
         return values
     return empty_aligned(values, *values.shape).copy_(values)
 

@@ -118,6 +118,11 @@ _MAXSIM_LISTED_FLOAT32 = KernelTile(rows=64, columns=32, dims=64, warps=4, stage
 MAXSIM_LIST_ENTRIES = 2**25  # largest number of entries in the lists of one launch: 128 MiB
 # The gradient of queries. Rows are the query vectors of a program. Times with 16 to 128 vectors differ by 3 %.
 MAXSIM_GATHER = KernelTile(rows=32, columns=1, dims=128, warps=4, stages=3)
+# The dense path. Tiles of the losses are lines × other items, and `columns` of a scan are argmax indices.
+MAXSIM_LOSS = KernelTile(rows=16, columns=64, dims=1, warps=4, stages=2)
+MAXSIM_SCAN = KernelTile(rows=1, columns=1024, dims=1, warps=4, stages=2)
+MAXSIM_SMALL_GATHER = KernelTile(rows=16, columns=1, dims=128, warps=4, stages=3)
+_MAXSIM_SMALL_LISTED = KernelTile(rows=64, columns=64, dims=128, warps=4, stages=3)
 MAXSIM_SCORES = TileSize(rows=4096, columns=4096)  # queries and documents of one launch: 64 MiB of scores
 _MAXSIM_INDICES = 2**27  # largest number of argmax indices in a strip: 256 MiB in int16
 MAXSIM_DOCUMENTS = 2**15  # largest number of documents in one launch; a grid may have 65,535
@@ -133,6 +138,12 @@ def maxsim_listed_tile(precision: str, device: torch.device) -> KernelTile:
     """Returns the tile of the gradient of documents. Rows are vectors of a part. Columns are the query vectors of a step."""
     small = _MAXSIM_LISTED_FLOAT32
     return _tile(_MAXSIM_LISTED, small, small, small, precision, device)
+
+
+def maxsim_small_listed_tile(precision: str, device: torch.device) -> KernelTile:
+    """Returns the tile of the gradient of documents on the dense path, like `maxsim_listed_tile`."""
+    small = _MAXSIM_LISTED_FLOAT32
+    return _tile(_MAXSIM_SMALL_LISTED, small, small, small, precision, device)
 
 
 def documents_at_once(max_length: int, D: int) -> int:

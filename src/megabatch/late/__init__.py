@@ -4,6 +4,7 @@ s_ij = scale · Σ_t max_u ⟨q_it, d_ju⟩ is the MaxSim score of ColBERT. Scor
 them fit in a workspace of fixed size.
 """
 
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,14 +13,18 @@ import torch
 from torch import Tensor
 
 from megabatch import checks
-from megabatch.dispatch import Backend, Execution, Group
+from megabatch.dispatch import Backend, Execution, Group, Reduction, late_loss_is_dense
 from megabatch.late import operators as own_operators
-from megabatch.late.tiles import TokenRows
+from megabatch.late import scores
+from megabatch.late.tiles import LateBlock, TokenRows
 from megabatch.operators import apply
-from megabatch.pairwise import LogSumExp
+from megabatch.pairwise import LogSumExp, TopK, each_row, largest_below
 from megabatch.primitives import KEPT, SEPARATE, SKIPPED, accumulator_dtype, execution, number, widen_float16
+from megabatch.tiles.block import HALF_DTYPE, TRITON, by_matmul_setting
+from megabatch.tiles.plan import SCORE_ELEMENTS
+from megabatch.tiles.sums import Best, best_columns
 
-__all__ = ["KEPT", "SEPARATE", "Similarities", "Tokens", "maxsim_logsumexp"]
+__all__ = ["KEPT", "SEPARATE", "Similarities", "Tokens", "maxsim_logsumexp", "maxsim_scores", "maxsim_topk"]
 
 
 class Tokens(NamedTuple):
@@ -48,7 +53,7 @@ class Similarities:
     def __init__(
         self,
         query: Tensor | Tokens,
-        document: Tensor | Tokens,
+        document: Tensor | Tokens | None,  # None for no documents, if `against` gets them
         scale: float | Tensor,
         *,
         masks: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -59,9 +64,8 @@ class Similarities:
         loss: str = "",
         backend: Backend = "auto",
     ) -> None:
-        self.query, self.document = (
-            _items(value, mask, name) for value, mask, name in zip((query, document), masks, names, strict=True)
-        )
+        self.query = _items(query, masks[0], names[0])
+        self.document = TokenRows(self.query.values[:0], 1) if document is None else _items(document, masks[1], names[1])
         self.run: Execution = execution(
             self.query.values, self.document.values, names, group=group, purpose=purpose, loss=loss, backend=backend
         )
@@ -73,11 +77,18 @@ class Similarities:
         """Prepares the query for several operators. Results of `against` share the query (`primitives.widen_float16`)."""
         self.query = replace(self.query, values=widen_float16(self.query.values))
 
-    def against(self, document: Tensor | Tokens, name: str) -> "Similarities":
+    def against(self, document: Tensor | Tokens | TokenRows, name: str) -> "Similarities":
         """Returns the scores of the shared queries with other documents."""
         other = copy(self)
-        other.document, other.names = _items(document, None, name), (self.names[0], name)
+        other.document = document if isinstance(document, TokenRows) else _items(document, None, name)
+        other.names = self.names[0], name
         checks.embeddings(self._query_vectors, other.document.values, other.names)
+        return other
+
+    def of_queries(self, query: TokenRows) -> "Similarities":
+        """Returns the scores of some of the queries."""
+        other = copy(self)
+        other.query = query
         return other
 
     def check_pairs(self) -> None:
@@ -108,10 +119,46 @@ class Similarities:
         row, col, match, mean_weight, *_ = apply(own_operators.maxsim_logsumexp, *self._inputs(ids, diagonal, columns=columns))
         return row, col, match, mean_weight
 
+    def dense_loss(self, ids: Tensor | None, reduction: Reduction, *, symmetric: bool) -> Tensor | None:  # ()
+        """Returns the loss of the pairs, or None if the scores are not stored all at once (`dispatch.late_loss_is_dense`)."""
+        N = self.query.count
+        if not late_loss_is_dense(self.query.values, N, N * N * self.query.max_length, self.run, reduction):
+            return None
+        from megabatch.late.small import loss_of_pairs  # imports Triton
+
+        share = (1 / N if reduction == "mean" else 1.0) / (2 if symmetric else 1)
+        return loss_of_pairs(self._block(), ids, share, symmetric=symmetric)
+
     def of_own(self) -> tuple[Tensor, Tensor]:  # (N, M / N), ()
         """Returns (the scores of each query with its own documents, mean_weight)."""
-        scores, mean_weight = apply(own_operators.maxsim_pairs, *self._inputs((None, None), KEPT, columns=False))
-        return scores, mean_weight
+        of_pairs, mean_weight = apply(own_operators.maxsim_pairs, *self._inputs((None, None), KEPT, columns=False))
+        return of_pairs, mean_weight
+
+    def all(self, ids: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:  # (N, M)
+        """Returns all scores without a gradient, and −inf for pairs with equal ids."""
+        result: Tensor = scores.maxsim_scores(*self._inputs(ids, KEPT, columns=False))
+        return result
+
+    def reads(self, document: TokenRows) -> bool:
+        """Returns whether the kernels can read the documents where they are, or copy them within the limit of a workspace."""
+        values, query = document.values, self.query.values
+        if self.run.backend != TRITON or values.device != query.device:
+            return False
+        from megabatch.kernels.operands import is_readable
+
+        half = HALF_DTYPE.get(self.run.precision)
+        return values.numel() <= SCORE_ELEMENTS or (values.dtype == half and is_readable(values))
+
+    def of_candidates(self, candidates: Tensor) -> Tensor:  # (N, K) int64
+        """Returns the scores of candidates by a kernel."""
+        from megabatch.late.small import candidate_scores
+
+        return candidate_scores(self._block(), candidates)
+
+    def _block(self) -> LateBlock:
+        """Returns the block for a kernel, whose scale is not rounded."""
+        precision = by_matmul_setting(self.run.precision, self.query.values.device.type)
+        return LateBlock(self.query, self.document, self.scale, precision, self.query.weights() if self.normalize else None)
 
     def _inputs(self, ids: tuple[Tensor | None, Tensor | None], diagonal: str, *, columns: bool) -> tuple[Any, ...]:
         query, document = self.query, self.document
@@ -208,3 +255,184 @@ def maxsim_logsumexp(
     row, col, *_ = similarities.logsumexp(ids=ids, diagonal=diagonal, columns=True)
     dtype = accumulator_dtype(similarities.query.values.dtype)
     return LogSumExp(row.to(dtype), col.to(dtype))
+
+
+def maxsim_scores(
+    query: Tensor | Tokens,  # (N, Lq, D)
+    document: Tensor | Tokens,  # (M, Ld, D)
+    *,
+    candidates: Tensor | None = None,  # (N, K) int64
+    query_mask: Tensor | None = None,  # (N, Lq) bool
+    document_mask: Tensor | None = None,  # (M, Ld) bool
+    normalize: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:  # (N, M) or (N, K)
+    """Computes the MaxSim scores of all queries and documents, or of K candidates for each query.
+
+    The result equals the result of this code, but the dot products are not stored:
+
+        s = torch.einsum("itd,jud->ijtu", query, document).amax(3).sum(2)
+        return s if candidates is None else s.gather(1, candidates)
+
+    There is no gradient, so inputs must not require one. Masked vectors do not count. A query without vectors has the score 0
+    with every document. A document without vectors has the score −inf. NaN in a vector makes the scores of its query or
+    document NaN. Scores are float32, or float64 for float64 inputs. In addition to the scores, the operation needs a workspace
+    of at most 1 GiB, for any number of documents.
+
+    Examples:
+        ```python
+        scores = mb.maxsim_scores(query, document, candidates=mb.pairwise_topk(pooled_query, pooled_document, 100).indices)
+        ```
+
+    Args:
+        query: (N, Lq, D) vectors, or `Tokens`.
+        document: (M, Ld, D) vectors of the same dtype, or `Tokens`. They may be on another device than the queries, such as in
+            a memory-mapped file. Some documents at a time are copied to the device of the queries.
+        candidates: (N, K) integers, the documents to score for each query. The score of −1 is −inf.
+        query_mask: (N, Lq) bool, False for vectors that do not count.
+        document_mask: (M, Ld) bool, False for vectors that do not count.
+        normalize: whether to divide the scores of a query by its number of vectors.
+        backend: see `clip_loss`.
+    """
+    similarities = Similarities(query, None, 1.0, masks=(query_mask, None), normalize=normalize, backend=backend)
+    documents, device = _items(document, document_mask, "document"), similarities.query.values.device
+    if torch.is_grad_enabled():
+        checks.without_gradient([similarities.query.values, documents.values], ["query", "document"])
+    N, M = similarities.query.count, documents.count
+    if candidates is not None:
+        return _score_candidates(similarities, documents, candidates)
+    result = similarities.query.values.new_empty(N, M, dtype=accumulator_dtype(similarities.query.values.dtype))
+    queries = scores.split_queries(similarities.query)
+    for columns, part in scores.split_documents(documents, N, device):
+        against = similarities.against(part, "document")
+        for rows, some in queries:
+            result[rows, columns] = against.of_queries(some).all()
+    return result
+
+
+def _score_candidates(similarities: Similarities, documents: TokenRows, candidates: Tensor) -> Tensor:  # (N, K)
+    query, M = similarities.query, documents.count
+    if not isinstance(candidates, Tensor) or candidates.dtype not in (torch.int64, torch.int32) or candidates.dim() != 2:
+        given = f"{candidates.dtype} {tuple(candidates.shape)}" if isinstance(candidates, Tensor) else type(candidates).__name__
+        raise TypeError(f"candidates must be an int64 or int32 tensor of shape (queries, candidates), got {given}")
+    if len(candidates) != query.count:
+        raise ValueError(f"candidates must have {query.count} rows, one for each query, got {len(candidates)}")
+    if candidates.device != query.values.device:
+        raise ValueError(f"candidates must be on {query.values.device}, like the queries, got {candidates.device}")
+    least, most = torch.stack(candidates.aminmax()).tolist() if candidates.numel() else (-1, -1)
+    if least < -1 or most >= M:
+        raise ValueError(f"candidates must be from -1 to {M - 1}, because there are {M} documents, got {least} to {most}")
+    result = query.values.new_full(candidates.shape, -torch.inf, dtype=accumulator_dtype(query.values.dtype))
+    if not M or not candidates.numel():
+        return result
+    if similarities.reads(documents):
+        return similarities.against(documents, "document").of_candidates(candidates.long())
+    for rows, columns in scores.split_candidates(candidates, documents.max_length * documents.D):
+        some = scores.gather_documents(documents, candidates[rows, columns].flatten().long(), query.values.device)
+        pairs = similarities.against(some, "document").of_queries(query.part(rows)[0])
+        result[rows, columns] = pairs.of_own()[0]
+    return result
+
+
+@torch.no_grad()
+def maxsim_topk(
+    query: Tensor | Tokens,  # (N, Lq, D)
+    document: Tensor | Tokens | Iterable[Tensor | Tokens],  # (M, Ld, D)
+    k: int,
+    *,
+    query_mask: Tensor | None = None,  # (N, Lq) bool
+    document_mask: Tensor | None = None,  # (M, Ld) bool
+    exclude: str | Sequence[Tensor] | None = None,
+    above: float | Tensor | None = None,  # or (N,)
+    below: float | Tensor | None = None,  # or (N,)
+    normalize: bool = False,
+    backend: Backend = "auto",
+) -> TopK:  # (N, k), (N, k) int64
+    """Finds the k documents with the largest MaxSim scores for each query, sorted.
+
+    Ties go to the smaller document number. There is no gradient. Equivalent PyTorch code, which stores the scores:
+
+        s = mb.maxsim_scores(query, document)
+        return s.sort(dim=1, descending=True, stable=True)[:, :k]
+
+    The search is exact. If a query has fewer than k candidates, its last entries have the value −inf and the index −1. A score
+    that is NaN is never chosen, and a document without vectors is never chosen. The operation needs a workspace of at most
+    1 GiB, for any number of documents.
+
+    Examples:
+        Documents in a memory-mapped file of packed vectors, searched by queries on a GPU:
+
+        ```python
+        vectors = torch.from_numpy(np.memmap("vectors.f16", np.float16, "r").reshape(-1, 128))
+        document = mb.Tokens(vectors, lengths=torch.from_numpy(np.diff(offsets)))  # offsets: (M + 1,)
+        scores, numbers = mb.maxsim_topk(query, document, 10)
+        ```
+
+    Args:
+        query: (N, Lq, D) vectors, or `Tokens`.
+        document: (M, Ld, D) vectors of the same dtype, or `Tokens`, or an iterable of these, whose documents are numbered
+            consecutively. They may be on another device than the queries, see `maxsim_scores`.
+        k: the number of documents to find for each query, at most 1,024.
+        query_mask: (N, Lq) bool, False for vectors that do not count.
+        document_mask: (M, Ld) bool, False for vectors that do not count. For an iterable, its `Tokens` have masks instead.
+        exclude: None; "diagonal" to exclude document i for query i; or (query ids, document ids), integers of shapes (N,) and
+            (M,), to exclude pairs with equal ids. With an iterable, ids are not allowed.
+        above: a number, or one number for each query, (N,). Only scores larger than this are chosen.
+        below: a number, or one number for each query, (N,). Only scores smaller than this are chosen.
+        normalize: whether to divide the scores of a query by its number of vectors.
+        backend: see `clip_loss`.
+    """
+    checks.best(k)
+    similarities = Similarities(query, None, 1.0, masks=(query_mask, None), normalize=normalize, backend=backend)
+    queries = similarities.query.values.new_empty(similarities.query.count, 0)
+    for name, bound in (("above", above), ("below", below)):
+        checks.bound(bound, name, queries, "query")
+    is_single = isinstance(document, (Tensor, Tokens))
+    if not is_single and (document_mask is not None or not (exclude is None or isinstance(exclude, str))):
+        raise ValueError("document_mask and ids in exclude must be None if document is an iterable; pass Tokens with masks")
+    if not is_single and not isinstance(document, Iterable):
+        raise TypeError(f"document must be a tensor, Tokens or an iterable of these, got {type(document).__name__}")
+    limit = None if below is None else largest_below(each_row(below, queries))
+    groups = [("document", document)] if is_single else ((f"document[{i}]", part) for i, part in enumerate(document))
+    best = _search(similarities, groups, k, document_mask, exclude, limit)
+    if above is not None:
+        low = ~(best.values > each_row(above, queries)[:, None])
+        best = Best(best.values.masked_fill(low, -torch.inf), best.indices.masked_fill(low, -1))
+    return TopK(*best)
+
+
+def _search(
+    similarities: Similarities,
+    groups: Iterable[tuple[str, Any]],  # names and documents
+    k: int,
+    mask: Tensor | None,
+    exclude: str | Sequence[Tensor] | None,
+    limit: Tensor | None,  # (N,)
+) -> Best:  # (N, k)
+    values = similarities.query.values
+    queries, N, first = scores.split_queries(similarities.query), similarities.query.count, 0
+    best = [Best.none(some.count, k, values.new_empty(0, dtype=accumulator_dtype(values.dtype))) for _, some in queries]
+    for name, group in groups:
+        documents = _items(group, mask, name)
+        checks.exclude(exclude, values.new_empty(N, 0), values.new_empty(documents.count, 0), ("query", name))
+        for columns, part in scores.split_documents(documents, N, values.device):
+            against = similarities.against(part, name)
+            for i, (rows, some) in enumerate(queries):
+                s = against.of_queries(some).all(_ids_of(exclude, rows, columns, first, values.device))
+                if limit is not None:
+                    s.masked_fill_(s > limit[rows, None], -torch.inf)
+                best[i] = best_columns(s, first + columns.start, k, best[i])
+        first += documents.count
+    return Best(*(torch.cat(parts) for parts in zip(*best, strict=True))) if best else Best.none(0, k, values)
+
+
+def _ids_of(
+    exclude: str | Sequence[Tensor] | None, rows: slice, columns: slice, first: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:  # (n,), (m,)
+    """Returns ids that are equal for excluded pairs. Column 0 has the number `first`."""
+    if exclude is None:
+        return None, None
+    if isinstance(exclude, str):
+        row_numbers = torch.arange(rows.start, rows.stop, device=device)
+        return row_numbers, torch.arange(first + columns.start, first + columns.stop, device=device)
+    return exclude[0][rows].long(), exclude[1][columns].long()

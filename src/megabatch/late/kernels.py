@@ -56,7 +56,7 @@ def rows_of_queries(
 @triton.jit
 def first_vector(d_start, first_document, j, WIDTH: tl.constexpr):
     """Returns the index of the first vector of a document, int64."""
-    start = (first_document + j).to(tl.int64) * WIDTH
+    start = tl.cast(first_document + j, tl.int64) * WIDTH
     if d_start is not None:
         start = tl.load(d_start + j)
     return start
@@ -89,8 +89,8 @@ class TokenSide:
 def query_slots(block: LateBlock) -> tuple[int, int]:
     """Returns the number of rows in a slot, and the number of slots of a query."""
     tile = kernel_plan.maxsim_tile(block.precision, block.device, block.query.D)
-    slot = min(tile.rows, max(16, triton.next_power_of_2(block.query.max_length)))
-    return slot, triton.cdiv(block.query.max_length, slot)
+    slot = min(tile.rows, max(16, 1 << (block.query.max_length - 1).bit_length()))
+    return slot, plan.tiles(block.query.max_length, slot)
 
 
 class MaxsimOperands:
@@ -101,7 +101,7 @@ class MaxsimOperands:
         self.q, self.d = (TokenSide.of(side, block.precision) for side in (block.query, block.document))
         self.tile = kernel_plan.maxsim_tile(block.precision, block.device, block.query.D)
         self.slot, self.slots = query_slots(block)
-        self.block_d = min(self.tile.dims, max(16, triton.next_power_of_2(block.query.D)))
+        self.block_d = min(self.tile.dims, max(16, 1 << (block.query.D - 1).bit_length()))
         self.precision = "ieee" if block.precision == FLOAT32 else "tf32"
 
     def queries(self, rows: slice, vectors: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
@@ -132,7 +132,19 @@ class MaxsimOperands:
 
 
 @triton.jit
-def _best_of_tile(
+def _maximum(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def sum_of_slots(best, counts, BLOCK_T: tl.constexpr, SLOT: tl.constexpr):
+    """Returns Σ_t max_u of each slot. It is −inf for a document without vectors, even if the query has no vectors."""
+    nothing = tl.where(best == -float("inf"), best, 0.0)
+    return tl.sum(tl.where(counts, best, nothing).reshape(BLOCK_T // SLOT, SLOT), 1)
+
+
+@triton.jit
+def best_of_tile(
     q,  # (BLOCK_T, BLOCK_D), used if D is at most BLOCK_D
     q_rows,  # (BLOCK_T,) pointers
     counts,  # (BLOCK_T,) whether the query vector exists and is valid
@@ -166,11 +178,11 @@ def _best_of_tile(
     if d_valid is not None:
         valid = tl.load(d_valid + first + offs_u, mask=offs_u < left, other=0)
         s = tl.where((valid != 0)[None, :], s, -float("inf"))
-    largest = tl.max(s, 1)
+    largest = tl.reduce(s, 1, _maximum)
     if WINNERS:
         at = tl.min(tl.where(s == largest[:, None], offs_u[None, :], BLOCK_U), 1)
-        winner = tl.where(largest > best, u + at, winner)
-    return tl.maximum(best, largest), winner
+        winner = tl.where(largest > best, u + at, tl.where(largest == largest, winner, u))
+    return _maximum(best, largest), winner
 
 
 @triton.jit
@@ -219,11 +231,11 @@ def _maxsim_kernel(
             j, u = k // TILES, (k % TILES) * BLOCK_U
             best, winner = tl.where(u == 0, none, best), tl.where(u == 0, nobody, winner)
             first = (first_document + j) * WIDTH + u
-            best, winner = _best_of_tile(
+            best, winner = best_of_tile(
                 mine, q_rows, counts, d_desc, d_valid, first, WIDTH - u, best, winner, u,
                 D, WIDTH % BLOCK_U == 0, WINNERS, PRECISION, BLOCK_T, BLOCK_U, BLOCK_D,
             )  # fmt: skip
-            total = tl.sum(tl.where(counts, best, 0.0).reshape(BLOCK_T // SLOT, SLOT), 1)
+            total = sum_of_slots(best, counts, BLOCK_T, SLOT)
             last = u + BLOCK_U >= WIDTH
             tl.store(sums + tl.cast(j, tl.int64) * slots + offs_slot, total, mask=(offs_slot < slots) & last)
             if WINNERS:
@@ -234,35 +246,34 @@ def _maxsim_kernel(
             start, length = tl.load(d_start + j).to(tl.int32), tl.load(d_length + j).to(tl.int32)
             best, winner = none, nobody
             for u in range(0, length, BLOCK_U):
-                best, winner = _best_of_tile(
+                best, winner = best_of_tile(
                     mine, q_rows, counts, d_desc, d_valid, start + u, length - u, best, winner, u,
                     D, False, WINNERS, PRECISION, BLOCK_T, BLOCK_U, BLOCK_D,
                 )  # fmt: skip
-            total = tl.sum(tl.where(counts, best, 0.0).reshape(BLOCK_T // SLOT, SLOT), 1)
+            total = sum_of_slots(best, counts, BLOCK_T, SLOT)
             tl.store(sums + tl.cast(j, tl.int64) * slots + offs_slot, total, mask=offs_slot < slots)
             if WINNERS:
                 found = tl.where(counts, winner, -1).to(winners.dtype.element_ty)
                 tl.store(winners + tl.cast(j, tl.int64) * slots * SLOT + rows, found, mask=rows < slots * SLOT)
 
 
-def sums(
+def sums_of_slots(
     operands: MaxsimOperands, rows: slice, columns: slice, winners: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:  # (n, m)
-    """Returns Σ_t max_u of a strip. A dot product that is NaN is never the maximum.
+) -> Tensor:  # (m, slots of all queries)
+    """Returns Σ_t max_u of a strip for each slot. A maximum is NaN if a dot product is NaN.
 
-    If `out`, (m, n), is given, the result is written to it. If `winners` is given, the argmax indices are written to it.
+    If `out` is given, the result is written to it. If `winners` is given, the argmax indices are written to it.
     """
     n, m = rows.stop - rows.start, columns.stop - columns.start
     slots, tile, device = n * operands.slots, operands.tile, operands.block.device
-    has_one_slot = operands.slots == 1
-    sums_of_slots = out if out is not None and has_one_slot else torch.empty(m, slots, dtype=torch.float32, device=device)
-    tiles = triton.cdiv(slots * operands.slot, tile.rows)
+    result = torch.empty(m, slots, dtype=torch.float32, device=device) if out is None else out
+    tiles = plan.tiles(slots * operands.slot, tile.rows)
     splits = max(1, min(m, -(-8 * kernel_plan.multiprocessors(device) // tiles)))
-    each = triton.cdiv(m, splits)
+    each = plan.tiles(m, splits)
     q_start, q_length, q_valid, q = operands.queries(rows, operands.q.values)
     launch(
         _maxsim_kernel,
-        (tiles, triton.cdiv(m, each)),
+        (tiles, plan.tiles(m, each)),
         (
             q,
             descriptor(operands.d.values, tile.columns, operands.block_d),
@@ -271,7 +282,7 @@ def sums(
             q_valid,
             *operands.d.tables(columns),
             operands.d.valid,
-            sums_of_slots,
+            result,
             winners,
         ),
         (n, m, columns.start, each, slots, q.stride(0)),
@@ -283,7 +294,17 @@ def sums(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return sums_of_slots.T if has_one_slot else torch.sum(sums_of_slots.view(m, n, operands.slots), 2, out=out).T
+    return result
+
+
+def sums(
+    operands: MaxsimOperands, rows: slice, columns: slice, winners: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:  # (n, m)
+    """Returns Σ_t max_u of a strip. If `out`, (m, n), is given, the result is written to it. See `sums_of_slots`."""
+    if operands.slots == 1:
+        return sums_of_slots(operands, rows, columns, winners, out).T
+    parts = sums_of_slots(operands, rows, columns, winners)
+    return torch.sum(parts.view(len(parts), -1, operands.slots), 2, out=out).T
 
 
 def winner_dtype(block: LateBlock) -> torch.dtype:
@@ -431,7 +452,7 @@ def _add_documents(
 ) -> None:
     (m, n), count, device = weights.shape, winners.shape[1], winners.device
     tile = kernel_plan.maxsim_listed_tile(operands.block.precision, operands.block.device)
-    parts, chunks = triton.cdiv(operands.d.max_length, tile.rows), triton.cdiv(count, _CHUNK)
+    parts, chunks = plan.tiles(operands.d.max_length, tile.rows), plan.tiles(count, _CHUNK)
     sizes, blocks = (count, parts, chunks), {"BLOCK_T": _CHUNK, "BLOCK_U": tile.rows}
     counts = torch.empty(m * parts * chunks, dtype=torch.int32, device=device)
     launch(_count_kernel, (chunks, m), (winners, counts), sizes, **blocks)
@@ -441,7 +462,7 @@ def _add_documents(
     q_start, q_length, _, q = operands.queries(rows, operands.q.values)
     launch(
         _listed_gradient_kernel,
-        (parts, m, triton.cdiv(operands.block.query.D, operands.block_d)),
+        (parts, m, plan.tiles(operands.block.query.D, operands.block_d)),
         (q, winners, weights, listed, ends, q_start, q_length, *operands.d.tables(columns), ddocument),
         (n, columns.start, *sizes, q.stride(0)),
         **operands.constants,
@@ -518,7 +539,7 @@ def add_strip_gradients(
     gather = kernel_plan.MAXSIM_GATHER
     launch(
         _query_gradient_kernel,
-        (triton.cdiv(slots * operands.slot, gather.rows), triton.cdiv(D, block_d)),
+        (plan.tiles(slots * operands.slot, gather.rows), plan.tiles(D, block_d)),
         (operands.d.values, winners, weights, q_start, q_length, q_valid, d_start, dq),
         (n, m, columns.start, slots, operands.d.values.stride(0)),
         **operands.constants,
@@ -551,24 +572,19 @@ def allocate_kept(block: LateBlock) -> Kept | None:
 def score_tiles(block: LateBlock, kept: Kept | None = None) -> Iterator[tuple[slice, slice, Tensor]]:  # (n, m)
     """Yields (rows, columns, Σ_t max_u) of each strip. Writes the scores and argmax indices to `kept` if it is given."""
     operands = MaxsimOperands(block)
-    strip = kernel_plan.MAXSIM_SCORES if kept is None else plan.TileSize(block.N, kernel_plan.MAXSIM_DOCUMENTS)
-    # The maxima ignore NaN. So NaN is added to all scores of a query or document that contains NaN or infinite values.
-    query_nan, document_nan = _nan_where_not_finite(block.query), _nan_where_not_finite(block.document)
+    strip = kernel_plan.MAXSIM_SCORES.fit_to(block.N, block.M)
+    strip = strip if kept is None else plan.TileSize(block.N, kernel_plan.MAXSIM_DOCUMENTS)
     for rows in windows(block.N, strip.rows):
         for columns in windows(block.M, strip.columns):
             part = None if kept is None else kept.of_documents(columns)
             out = (None, None) if part is None else (part.winners, part.scores)
-            yield rows, columns, sums(operands, rows, columns, *out).add_(query_nan[rows, None]).add_(document_nan[columns])
+            yield rows, columns, sums(operands, rows, columns, *out)
 
 
 def add_gradients(
     block: LateBlock, weigh: Weigh, dquery: Tensor, ddocument: Tensor, kept: Kept | None = None
 ) -> None:  # (Tq, D), (Td, D)
-    """Adds the gradients of all vectors, given the gradient of each Σ_t max_u.
-
-    Scores that are computed again do not contain the NaN that `score_tiles` adds. But a score that was NaN in forward made the
-    sums of its row and column NaN. So its weight is NaN, whatever the recomputed score is.
-    """
+    """Adds the gradients of all vectors, given the gradient of each Σ_t max_u."""
     operands = MaxsimOperands(block)
     slot, slots = query_slots(block)
     strip = kernel_plan.maxsim_strip(slot * slots) if kept is None else plan.TileSize(block.N, kernel_plan.MAXSIM_DOCUMENTS)
@@ -582,18 +598,3 @@ def add_gradients(
                 scores, winners = part.scores.T, part.winners
             g = weigh(scores, rows, columns)
             add_strip_gradients(operands, rows, columns, winners, g, dquery, ddocument)
-
-
-def _nan_where_not_finite(tokens: TokenRows) -> Tensor:  # (N,)
-    """Returns NaN for each item that has a valid vector with NaN or infinite values, and 0 for all other items."""
-    is_dense = tokens.valid is None and tokens.lengths is None
-    values = tokens.values.reshape(tokens.count, -1) if is_dense else tokens.values
-    result: Tensor = torch.linalg.vector_norm(values, torch.inf, dim=1, dtype=torch.float32)  # a sum could overflow
-    result.mul_(0.0)
-    if tokens.valid is not None:
-        result.masked_fill_(~tokens.valid, 0.0)
-    if is_dense:
-        return result
-    if tokens.lengths is None:
-        return result.view(tokens.count, tokens.max_length).sum(1)
-    return result.new_zeros(tokens.count).index_add_(0, tokens.owners(), result)

@@ -25,7 +25,7 @@ from megabatch.ring.lap import Lap, Merge, Tensors, Work
 from megabatch.ring.passes import add
 from megabatch.ring.ranks import Ranks, agree, choose_route
 from megabatch.ring.routes import Route
-from megabatch.tiles.block import EAGER, HALF_DTYPE, accumulator_dtype, windows
+from megabatch.tiles.block import EAGER, HALF_DTYPE, windows
 from megabatch.tiles.eager import diagonal_of
 from megabatch.tiles.sums import LogSum, weighted_softmax
 
@@ -147,6 +147,21 @@ def pair_gradients(
         if dscale is not None:
             dscale += (weights.double() * largest).sum()
         pairs.add_gradients(weights, winners, dquery, ddocument)
+
+
+def all_scores(block: LateBlock, backend: str) -> Tensor:  # (N, M)
+    """Returns all scores, and −inf for documents without vectors and for excluded pairs."""
+    if block.is_empty:
+        return block.zeros(block.N, block.M)
+    empty, scores = _empty_documents(block), None
+    for rows, columns, largest in backend_for(backend, block).score_tiles(block):
+        s = _similarities(block, empty, rows, columns, largest)
+        if s.shape == (block.N, block.M):
+            return s.contiguous()
+        scores = block.zeros(block.N, block.M) if scores is None else scores
+        scores[rows, columns] = s
+    assert scores is not None
+    return scores
 
 
 def _empty_documents(block: LateBlock) -> Tensor | None:  # (M,) bool
@@ -350,7 +365,7 @@ class MaxsimInputs(NamedTuple):
             TokenRows(self.document, self.document_max_length, self.document_lengths, self.document_valid),
             self.scale,
             self.precision,
-            weight=1 / query.counts().clamp_min(1).to(accumulator_dtype(self.query.dtype)) if self.normalize else None,
+            weight=query.weights() if self.normalize else None,
             row_ids=self.row_ids,
             col_ids=self.col_ids,
             skip_diagonal=self.diagonal != KEPT,

@@ -67,6 +67,10 @@ class TokenRows:
             0, self.owners(), self.valid.long()
         )
 
+    def weights(self) -> Tensor:  # (N,)
+        """Returns 1 ÷ the number of valid vectors of each item, by which `normalize` multiplies scores."""
+        return 1 / self.counts().clamp_min(1).to(accumulator_dtype(self.values.dtype))
+
     def part(self, items: slice) -> tuple["TokenRows", slice]:
         """Returns some items, and the slice of their vectors. If items are packed on a GPU, the host waits for the slice."""
         if self.lengths is None:

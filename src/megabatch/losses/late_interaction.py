@@ -82,6 +82,9 @@ def late_interaction_loss(
     batch.check_pairs()
     batch.check_ids(ids)
     further = _several(negatives)
+    dense = None if further else batch.dense_loss(ids, reduction, symmetric=symmetric)
+    if dense is not None:
+        return dense
     if further:
         batch.share_query()
     row, col, match, mean_weight = batch.logsumexp(ids=(ids, ids), diagonal=SEPARATE, columns=symmetric)

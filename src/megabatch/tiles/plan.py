@@ -74,6 +74,12 @@ def topk_tile(device: torch.device, dtype: torch.dtype, k: int) -> TileSize:
 SYMMETRIC_SQUARE = 8192
 
 
+# Scores of late interaction. A strip takes 64 MiB. At most 2^27 elements of documents are processed at once, because their
+# vectors may have to be copied to the device, or to another dtype, which takes up to 512 MiB.
+SCORE_STRIP = TileSize(rows=4096, columns=4096)
+SCORE_ELEMENTS = 2**27
+
+
 def symmetric_square(device: torch.device, dtype: torch.dtype, eager: bool) -> int:
     """Returns the rows of a square on the diagonal: an eager tile, or enough rows to be worth a kernel launch."""
     return eager_tile(device, dtype).rows if eager else SYMMETRIC_SQUARE
