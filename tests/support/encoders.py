@@ -18,6 +18,8 @@ FAMILIES = {
     "roberta": _FROM_ONE,
     "xlm-roberta": _FROM_ONE,
     "distilbert": {"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 24, "dropout": 0.0, "attention_dropout": 0.0},
+    "electra": {"embedding_size": 16},
+    "albert": {"embedding_size": 8},
     "modernbert": _MODERN,
 }
 

@@ -207,22 +207,37 @@ def test_a_packed_decoder_in_onnx(config, tmp_path):
     assert pair.first.module.packed
 
 
+def layer(causal):
+    made = torch.nn.Module()
+    made.is_causal = causal
+    return made
+
+
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
-def test_packed_attention_is_that_of_each_text_alone(window):
+def test_packed_attention_is_that_of_each_text_alone(window, causal):
     """Against a softmax over the tokens of one text, with fewer heads of keys, a scale of its own and a sliding window."""
     lengths, heads, width = [4, 1, 9], 4, 5
     limits = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, sum(lengths), width, dtype=torch.float64, generator=generator) for h in (heads, 2, 2))
     options = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": limits, "max_length_q": max(lengths)}
-    found, _ = packed_texts.attention(torch.nn.Module(), q, k, v, None, **options)
+    for part in (q, k, v):
+        part.requires_grad_()
+    found, _ = packed_texts.attention(layer(causal), q, k, v, None, **options)
+    gradients = torch.autograd.grad(found.square().sum(), (q, k, v))
+    expected = torch.empty_like(found)
     for start, end in zip(limits[:-1].tolist(), limits[1:].tolist(), strict=True):
         own = [part[0, :, start:end].repeat_interleave(heads // part.shape[1], 0) for part in (q, k, v)]
         number = torch.arange(end - start)
         behind = number[:, None] - number
-        seen = (behind >= 0) & (behind < (window or 100))
+        seen = (behind >= 0) | (not causal)
+        seen &= behind.abs() < (window or 100)
         weights = (0.3 * own[0] @ own[1].transpose(1, 2)).masked_fill(~seen, -torch.inf).softmax(-1)
-        torch.testing.assert_close(found[0, start:end], (weights @ own[2]).transpose(0, 1), rtol=1e-12, atol=1e-12)
+        expected[0, start:end] = (weights @ own[2]).transpose(0, 1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for gradient, wanted in zip(gradients, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-11)
     with pytest.raises(NotImplementedError, match="attention of packed texts does not support softcap"):
         packed_texts.attention(torch.nn.Module(), q, k, v, None, softcap=30.0, **options)
 
@@ -246,9 +261,10 @@ def reference(
     return found
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("known", [("is_causal",), ("scale", "window_size"), ("scale", "window_size", "enable_gqa")], ids=str)
-def test_each_version_of_pytorchs_attention_is_called_as_it_wants(monkeypatch, known, window):
+def test_each_version_of_pytorchs_attention_is_called_as_it_wants(monkeypatch, known, window, causal):
     def called(*args, **options):
         assert set(options) <= set(known)
         return reference(*args, **options)
@@ -260,8 +276,8 @@ def test_each_version_of_pytorchs_attention_is_called_as_it_wants(monkeypatch, k
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, 14, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2))
     options = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": limits, "max_length_q": 9}
-    wanted, _ = packed_texts.attention(torch.nn.Module(), q, k, v, None, **options)
-    found, _ = packed_texts.attention(torch.nn.Module(), q, k, v, None, cu_seq_lens_k=limits, **options)
+    wanted, _ = packed_texts.attention(layer(causal), q, k, v, None, **options)
+    found, _ = packed_texts.attention(layer(causal), q, k, v, None, cu_seq_lens_k=limits, **options)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
