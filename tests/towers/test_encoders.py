@@ -185,3 +185,19 @@ def test_windows_of_another_size_are_noticed():
     options = {"cu_seq_lens_q": torch.tensor([0, 4]), "max_length_q": 4}
     with pytest.raises(NotImplementedError, match="does not support a mask of the model"):
         packed_texts.attention(torch.nn.Module(), states, states, states, torch.ones(1, 1, 4, 4), **options)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (False, 3), (True, None), (True, 3)])
+def test_attention_with_dropout_calls_an_operator_that_has_gradients(monkeypatch, causal, window):
+    """On the "meta" device, which has the operator's shapes and derivatives, and no values."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)  # the device has no autocast
+    limits = torch.empty(4, dtype=torch.int32, device="meta")
+    parts = [torch.empty(1, 2, 20, 8, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3)]
+    module = torch.nn.Module()
+    module.is_causal = causal
+    options = {"cu_seq_lens_q": limits, "cu_seq_lens_k": limits, "max_length_q": 9, "sliding_window": window, "scaling": 0.3}
+    output, _ = packed_texts.attention(module, *parts, None, dropout=0.1, **options)
+    assert (output.shape, type(output.grad_fn).__name__) == ((1, 20, 2, 8), "UnsqueezeBackward0")
+    assert type(output.grad_fn.next_functions[0][0]).__name__ == "FlashAttentionBackward0"
+    output.sum().backward()
+    assert all(part.grad.shape == part.shape for part in parts)

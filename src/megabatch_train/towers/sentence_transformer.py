@@ -471,9 +471,8 @@ class TextEncoder(nn.Module):
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self.causal and "position_ids" in self._takes:  # padding on the left would shift the positions
             inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
-        if (
-            self.causal and "use_cache" in self._takes
-        ):  # the cache is for generation; it would grow when a checkpointed block is computed again
+        # The cache is for generation. It would grow when a checkpointed block is computed again.
+        if self.causal and "use_cache" in self._takes:
             inputs["use_cache"] = False
         states: Tensor = self.model(**inputs).last_hidden_state
         return states
@@ -484,7 +483,7 @@ class TextEncoder(nn.Module):
         The embedding of a text must not depend on the other texts of its chunk. With convolutions and recurrent layers it
         would, because such layers read the tokens of neighboring texts.
         """
-        if not ("position_ids" in self._takes and enable_packing(self.model)):
+        if "position_ids" not in self._takes:
             return False
         device = next(self.parameters()).device
         window = getattr(self.model.config, "sliding_window", None)
@@ -499,11 +498,12 @@ class TextEncoder(nn.Module):
         try:
             with torch.no_grad():
                 padded = self(ids, mask)
-                self.packed = True
-                unpadded, other = self(ids, mask), self(torch.cat((ids[:2] + 1, ids[2:])), mask)
-                precision = torch.finfo(self.model.dtype).eps
-                same = (unpadded - padded).abs().max() <= precision**0.5
-                self.packed = bool(same and (unpadded - other)[2].norm() <= precision)
+                self.packed = enable_packing(self.model)
+                if self.packed:
+                    unpadded, other = self(ids, mask), self(torch.cat((ids[:2] + 1, ids[2:])), mask)
+                    precision = torch.finfo(self.model.dtype).eps
+                    same = (unpadded - padded).abs().max() <= precision**0.5
+                    self.packed = bool(same and (unpadded - other)[2].norm() <= precision)
         except Exception:  # a model that does not support packing can raise any error
             self.packed = False
         finally:
