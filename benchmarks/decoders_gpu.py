@@ -15,7 +15,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,26 +93,48 @@ class Model:
 
 
 class Bench:
-    """Measures all shapes."""
+    """Measures all shapes.
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    Args:
+        args: arguments of the command line.
+        name: name of the script.
+        systems: the systems to measure.
+        compiled: the system that is checked in place of each compiled system.
+        checked: shapes for the comparison with the plain step.
+        longest: most tokens of a text.
+        least: fewest tokens of a text.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        name: str = "decoders_gpu",
+        systems: Mapping[str, System] = SYSTEMS,
+        compiled: Mapping[str, str] = WITH_COMPILER,
+        checked: Sequence[Shape] = TINY,
+        longest: int = LONGEST,
+        least: int = 4,
+    ) -> None:
         self.args, self.device = args, device_of(args)
-        self.record = Record.of_script("decoders_gpu", args, args.seconds, checks=[], models={})
-        self.usable = dict.fromkeys(SYSTEMS, OK)
-        self.longest = 64 if args.tiny else LONGEST
+        self.record = Record.of_script(name, args, args.seconds, checks=[], models={})
+        self.systems, self.compiled, self.checked, self.least = systems, compiled, checked, least
+        self.usable = dict.fromkeys(systems, OK)
+        self.longest = 64 if args.tiny else longest
+
+    def texts(self, shape: Shape, pairs: int, longest: int) -> list[dict[str, Any]]:
+        """Returns the columns of a batch."""
+        return texts(pairs, shape.config["vocab_size"], self.device, longest, shape.means, shape.spread, self.least)
 
     def check(self) -> None:
         """Compares the gradients of every system that is not compiled with the plain step, for all weights and for adapters."""
-        for shape in TINY:
+        for shape in self.checked:
             encoder, trained = decoder(shape, self.device, half=False)
-            s = Setting(
-                encoder, texts(CHECK, shape.config["vocab_size"], self.device, 64), CHECK_TOKENS, self.device, autocast=False
-            )
+            s = Setting(encoder, self.texts(shape, CHECK, 64), CHECK_TOKENS, self.device, autocast=False)
             encoder.pad()
             plain(s)
             expected = take_gradients(encoder)
-            for name, step in SYSTEMS.items():
-                if name in WITH_COMPILER or self.usable[name] != OK:
+            for name, step in self.systems.items():
+                if name in self.compiled or self.usable[name] != OK:
                     continue
                 result: dict[str, Any] = {"system": name, "trained": trained, "status": OK}
                 try:
@@ -126,19 +148,23 @@ class Bench:
                 self.record["checks"].append(result)
                 self.record.say(f"{name}, {trained}: {result['status']}, {result.get('gradient_error', math.nan):.1e}")
                 take_gradients(encoder)
-        for name, same in WITH_COMPILER.items():
+        for name, same in self.compiled.items():
             self.usable[name] = self.usable[same] if self.device == "cuda" else "only on a GPU"
 
     def run(self, shapes: Sequence[Shape]) -> None:
         """Measures all rows, the smallest batch of all models first, and writes a report after each row."""
-        for model, batch, name in rows_of([Model(shape) for shape in shapes]):
+        for model, batch, name in rows_of([Model(shape) for shape in shapes], self.systems):
             self.record["results"].append(self.row(model, batch, name))
             self.record.save()
-            write_report(self.record.path, markdown, draw)
+            self.report()
+
+    def report(self) -> None:
+        """Writes the table and the plot of the measurements so far."""
+        write_report(self.record.path, markdown, draw)
 
     def row(self, model: Model, batch: int, name: str) -> dict[str, Any]:
         """Measures a row of the table if the time is sufficient."""
-        system, shape, pairs = SYSTEMS[name], model.shape, model.shape.batches[batch]
+        system, shape, pairs = self.systems[name], model.shape, model.shape.batches[batch]
         status = self.usable[name]
         if status == OK and (self.record.seconds_left() <= 0 or model.needs(name, pairs) > self.record.seconds_left()):
             status = LATE
@@ -178,9 +204,9 @@ class Bench:
 
     def measure(self, model: Model, batch: int, name: str, result: dict[str, Any]) -> None:
         """Measures a step with each chunk size to try, and keeps the fastest."""
-        system, shape = SYSTEMS[name], model.shape
+        system, shape = self.systems[name], model.shape
         assert model.encoder is not None
-        columns = texts(shape.batches[batch], shape.config["vocab_size"], self.device, self.longest)
+        columns = self.texts(shape, shape.batches[batch], self.longest)
         result["tokens"] = sum(int(column["attention_mask"].sum()) for column in columns)
         known_tokens = model.tokens.get(system.library)
         measurements: dict[int, dict[str, Any]] = {}
@@ -243,13 +269,13 @@ class Bench:
         return seconds
 
 
-def rows_of(models: Sequence[Model]) -> list[tuple[Model, int, str]]:
+def rows_of(models: Sequence[Model], systems: Mapping[str, System] = SYSTEMS) -> list[tuple[Model, int, str]]:
     """Returns the rows of the table as (model, index of the batch, system), in the order of measurement."""
     return [
         (model, batch, name)
         for batch in range(max(len(model.shape.batches) for model in models))
         for model in models
-        for name, system in SYSTEMS.items()
+        for name, system in systems.items()
         if batch < min(system.batches, len(model.shape.batches))
     ]
 
@@ -259,8 +285,18 @@ HEADINGS += ["× best of sentence-transformers", "peak GiB"]
 COLORS = (plots.GREEN, plots.ORANGE, plots.OCHRE, plots.MINT, plots.BLUE, plots.VIOLET, plots.GREY)
 
 
-def markdown(record: dict[str, Any]) -> str:
-    """Returns the Markdown of a record."""
+NEGATIVES = "Each pair has a hard negative, and all hard negatives are negatives of every query."
+SMALL_MODEL = "a small decoder"
+
+
+def markdown(record: dict[str, Any], what: str = NEGATIVES, checked: str = SMALL_MODEL) -> str:
+    """Returns the Markdown of a record.
+
+    Args:
+        record: the record.
+        what: a sentence about the batches.
+        checked: the models that the plain step was computed with.
+    """
     errors: dict[str, float] = {}
     for check in record["checks"]:
         errors[check["system"]] = max(errors.get(check["system"], 0.0), check.get("gradient_error", 0.0))
@@ -289,9 +325,8 @@ def markdown(record: dict[str, Any]) -> str:
         if name in models
     )
     notes = (
-        f"{models_in_words}. Each pair has a hard negative, and all hard negatives are negatives of every query. Chunk sizes: "
-        "the fastest of several sizes for each library. Peak: memory in addition to weights and gradients. Gradient error: "
-        "relative to a plain step of a small decoder in float32."
+        f"{models_in_words}. {what} Chunk sizes: the fastest of several sizes for each library. Peak: memory in addition to "
+        f"weights and gradients. Gradient error: relative to a plain step of {checked} in float32."
     )
     return paragraphs(
         TextTable([*HEADINGS, "loss", "gradient error"], rows, names=(0, 2)).markdown(),
@@ -316,12 +351,12 @@ def _describe_memory_per_pair(results: list[dict[str, Any]]) -> str:
     return f"Memory of one more pair, between the two largest batches: {'; '.join(parts)}." if parts else ""
 
 
-def draw(record: dict[str, Any]) -> Any:
+def draw(record: dict[str, Any], title: str = "One step with hard negatives") -> Any:
     """Draws the speed of each model against the batch size."""
     models = _list_measured(record)
     if not models:
         return None
-    figure, panels = plots.panels(f"One step with hard negatives; {chip(record)}", len(models))
+    figure, panels = plots.panels(f"{title}; {chip(record)}", len(models))
     for axes, model in zip(panels, models, strict=True):
         rows = [r for r in record["results"] if r["model"] == model]
         for name, color in zip(dict.fromkeys(r["system"] for r in rows), COLORS, strict=False):

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,9 @@ class Shape:
     adapters: bool  # whether to train LoRA adapters of bf16 weights, or all weights in float32
     batches: tuple[int, ...]  # pairs, in ascending order
     tokens: tuple[int, ...]  # numbers of tokens of a chunk with padding, to choose from, in ascending order
+    family: str = "qwen3"  # of transformers
+    means: tuple[int, ...] = MEANS  # mean number of tokens of each column
+    spread: float = SPREAD
 
 
 _HEADS = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151669, "max_position_embeddings": 32768}
@@ -97,15 +100,15 @@ class Setting:
 
 
 def decoder(shape: Shape, device: str, half: bool) -> tuple[TextEncoder, str]:
-    """Returns the decoder with random weights, and words for its trained parameters."""
-    from transformers import AutoModel, Qwen3Config
+    """Returns the decoder or encoder with random weights, and words for its trained parameters."""
+    from transformers import AutoConfig, AutoModel
 
     torch.manual_seed(0)
     old_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if half else torch.float32)
     try:
         with torch.device(device):
-            model = AutoModel.from_config(Qwen3Config(**shape.config))
+            model = AutoModel.from_config(AutoConfig.for_model(shape.family, **shape.config))
     finally:
         torch.set_default_dtype(old_dtype)
     trained_in_words = "all weights"
@@ -124,14 +127,16 @@ def decoder(shape: Shape, device: str, half: bool) -> tuple[TextEncoder, str]:
     return TextEncoder(model).to(device), trained_in_words
 
 
-def texts(pairs: int, vocabulary: int, device: str, longest: int) -> list[Features]:
+def texts(
+    pairs: int, vocabulary: int, device: str, longest: int, means: Sequence[int] = MEANS, spread: float = SPREAD, least: int = 4
+) -> list[Features]:
     """Returns queries, documents and hard negatives. A document begins with the first tokens of its query."""
     generator = torch.Generator().manual_seed(0)
     columns = []
-    for mean in MEANS:
-        center = math.log(min(mean, longest / 3)) - SPREAD**2 / 2
-        random_lengths = (torch.randn(pairs, generator=generator) * SPREAD + center).exp()
-        lengths = random_lengths.round().long().clamp(4, longest)
+    for mean in means:
+        center = math.log(min(mean, longest / 3)) - spread**2 / 2
+        random_lengths = (torch.randn(pairs, generator=generator) * spread + center).exp()
+        lengths = random_lengths.round().long().clamp(least, longest)
         ids = torch.randint(5, vocabulary, (pairs, int(lengths.max())), generator=generator)
         if columns:
             ids[:, :4] = columns[0]["input_ids"][:, :4].cpu()
@@ -143,8 +148,8 @@ def texts(pairs: int, vocabulary: int, device: str, longest: int) -> list[Featur
 def plain(s: Setting) -> Tensor:
     """A step with one graph for the whole batch, and a dense loss."""
     with s.cast():
-        query, key, hard = (s.encoder(**column) for column in s.columns)
-        loss = F.cross_entropy(SCALE * query @ torch.cat([key, hard]).T, torch.arange(len(query), device=query.device))
+        query, *documents = (s.encoder(**column) for column in s.columns)
+        loss = F.cross_entropy(SCALE * query @ torch.cat(documents).T, torch.arange(len(query), device=query.device))
     loss.backward()
     return loss.detach()
 
@@ -154,16 +159,14 @@ class _Loss:
 
     def __call__(self, query: Tensor, second: Tensor) -> Tensor:
         key, hard = second[: len(query)], second[len(query) :]
-        return mb.info_nce_loss(query, key, scale=SCALE, negatives=hard)
+        return mb.info_nce_loss(query, key, scale=SCALE, negatives=hard if len(hard) else None)
 
 
 def ours(s: Setting, budget: Budget = None) -> Tensor:
     """A step with `cached_backward`. Hard negatives are further documents."""
-    query, key, hard = s.columns
-    width = max(key["input_ids"].shape[1], hard["input_ids"].shape[1])
-    documents = {
-        name: torch.cat([F.pad(part[name], (0, width - part[name].shape[1])) for part in (key, hard)]) for name in query
-    }
+    query, *others = s.columns
+    width = max(part["input_ids"].shape[1] for part in others)
+    documents = {name: torch.cat([F.pad(part[name], (0, width - part[name].shape[1])) for part in others]) for name in query}
     sizes = [max(1, s.tokens // column["input_ids"].shape[1]) for column in (query, documents)]
     with s.cast():
         return mb.cached_backward(_Loss(), [(s.encoder, query), (s.encoder, documents)], chunk_size=sizes, budget=budget)
@@ -172,7 +175,8 @@ def ours(s: Setting, budget: Budget = None) -> Tensor:
 def rehearse_loss(s: Setting) -> None:
     """Compiles the kernels of megabatch's loss for this batch."""
     rows, width = len(s.columns[0]["input_ids"]), s.encoder.model.config.hidden_size
-    query, second = (torch.randn(count, width, device=s.device, requires_grad=True) for count in (rows, 2 * rows))
+    counts = rows, (len(s.columns) - 1) * rows
+    query, second = (torch.randn(count, width, device=s.device, requires_grad=True) for count in counts)
     with s.cast():
         loss = _Loss()(query, second)
     loss.backward()

@@ -199,7 +199,7 @@ def test_a_class_name_has_one_meaning():
 
 # Questions whose answers choose a path or an engine, and the modules that may ask them.
 DECISIONS = {
-    "get_device_capability": {"megabatch.dispatch", "megabatch.kernels.plan", "megabatch_train.towers.huggingface_inputs"},
+    "get_device_capability": {"megabatch.dispatch", "megabatch.kernels.plan", "megabatch_train.towers.packed"},
     "choose_module": {"megabatch.dispatch", "megabatch.primitives"},
     "default_engine": {"megabatch.dispatch", "megabatch.primitives", "megabatch_train.commands.small"},
 }

@@ -54,6 +54,7 @@ def test_small_runs_on_a_cpu(command, tmp_path):
     [
         "cached_step",
         "decoders_gpu",
+        "encoders_gpu",
         "family_gpu",
         "late_interaction_gpu",
         "loss_gpu",
@@ -65,7 +66,7 @@ def test_small_runs_on_a_cpu(command, tmp_path):
     ],
 )
 def test_tiny_runs(script, tmp_path):
-    packages = {"decoders_gpu": "sentence_transformers", "train_speed": "open_clip"}
+    packages = {"decoders_gpu": "sentence_transformers", "encoders_gpu": "sentence_transformers", "train_speed": "open_clip"}
     if script in packages:
         pytest.importorskip(packages[script])
     command = [str(FOLDER / f"{script}.py"), "--tiny", "--output", str(tmp_path)]

@@ -7,7 +7,7 @@ import decoders
 import megabatch as mb
 from decoders import Loss, Way
 from megabatch.world import World
-from megabatch_train.towers import huggingface_inputs
+from megabatch_train.towers import packed as packed_texts
 from megabatch_train.trainer.config import MemoryConfig
 from megabatch_train.trainer.step import choose_fit
 
@@ -30,10 +30,10 @@ def step(encoder, queries, negatives):
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_packed_texts_in_half_precision_are_the_padded_ones(pooling, monkeypatch):
     calls = []
-    if huggingface_inputs.varlen is not None:
-        original = huggingface_inputs.varlen.varlen_attn
+    if packed_texts.varlen is not None:
+        original = packed_texts.varlen.varlen_attn
         monkeypatch.setattr(
-            huggingface_inputs.varlen, "varlen_attn", lambda *args, **options: calls.append(1) or original(*args, **options)
+            packed_texts.varlen, "varlen_attn", lambda *args, **options: calls.append(1) or original(*args, **options)
         )
     sizes = decoders.SIZES | {"head_dim": 16}  # flash attention takes multiples of 8
     monkeypatch.setattr(decoders, "SIZES", sizes)
@@ -42,7 +42,7 @@ def test_packed_texts_in_half_precision_are_the_padded_ones(pooling, monkeypatch
     mb.cached_backward(Loss(), [(exact, one) for one in inputs], chunk_size=4)
     wanted = torch.cat([gradient.flatten() for gradient in decoders.gradients(exact).values()])
     padded, packed = step(on_gpu(Way(pooling=pooling)), 40, 20), step(on_gpu(Way(packed=True, pooling=pooling)), 40, 20)
-    assert bool(calls) == (huggingface_inputs.varlen is not None)
+    assert bool(calls) == (packed_texts.varlen is not None)
     errors = [((found[1] - wanted).norm() / wanted.norm()).item() for found in (padded, packed)]
     assert errors[1] < 2 * errors[0], "at most twice the error of padded texts in the same type"
 

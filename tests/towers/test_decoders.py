@@ -15,7 +15,7 @@ from megabatch.world import World
 from megabatch_train import towers
 from megabatch_train.evaluation import encode
 from megabatch_train.export import export
-from megabatch_train.towers import huggingface_inputs
+from megabatch_train.towers import packed as packed_texts
 from megabatch_train.towers.sentence_transformer import POOLINGS, TextEncoder
 from megabatch_train.towers.tower import LoraConfig
 from megabatch_train.trainer import build
@@ -180,28 +180,19 @@ def test_decoders_by_name_pool_the_last_token_and_pack(config):
             towers.load(f"hf-config:{config}", ("text", "text"), **options)
 
 
-def test_encoders_are_not_packed(tmp_path):
-    bert = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 60}
-    (tmp_path / "config.json").write_text(json.dumps(bert | {"intermediate_size": 32}))
-    encoder = towers.load(f"hf-config:{tmp_path}", ("text", "text")).first.module
-    assert (encoder.causal, encoder.pooling, encoder.packed) == (False, "mean", False)
-    with pytest.raises(ValueError, match=r"packed must be false or not set for .* need a causal model"):
-        towers.load(f"hf-config:{tmp_path}", ("text", "text"), packed=True)
-
-
 @pytest.mark.parametrize("fault", ["texts meet", "refused"])
 def test_decoders_whose_texts_meet_are_not_packed(fault, monkeypatch):
     """In bfloat16, where rounding hides a small difference from padded texts."""
     encoder = TextEncoder(decoder(Way()).model).bfloat16()
-    states = huggingface_inputs.Packed.states
+    states = packed_texts.Packed.states
 
-    def meeting(packed, model):
+    def meeting(packed, *args):
         if fault == "refused":
             raise ValueError("cannot keep packed sequences apart")
-        found = states(packed, model)
+        found = states(packed, *args)
         return found + 0.02 * found.roll(1, 0)
 
-    monkeypatch.setattr(huggingface_inputs.Packed, "states", meeting)
+    monkeypatch.setattr(packed_texts.Packed, "states", meeting)
     assert not encoder.pack()
     assert encoder(torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64)).isfinite().all()
 
@@ -216,24 +207,39 @@ def test_a_packed_decoder_in_onnx(config, tmp_path):
     assert pair.first.module.packed
 
 
+def layer(causal):
+    made = torch.nn.Module()
+    made.is_causal = causal
+    return made
+
+
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
-def test_packed_attention_is_that_of_each_text_alone(window):
+def test_packed_attention_is_that_of_each_text_alone(window, causal):
     """Against a softmax over the tokens of one text, with fewer heads of keys, a scale of its own and a sliding window."""
     lengths, heads, width = [4, 1, 9], 4, 5
     limits = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, sum(lengths), width, dtype=torch.float64, generator=generator) for h in (heads, 2, 2))
     options = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": limits, "max_length_q": max(lengths)}
-    found, _ = huggingface_inputs.attention(torch.nn.Module(), q, k, v, None, **options)
+    for part in (q, k, v):
+        part.requires_grad_()
+    found, _ = packed_texts.attention(layer(causal), q, k, v, None, **options)
+    gradients = torch.autograd.grad(found.square().sum(), (q, k, v))
+    expected = torch.empty_like(found)
     for start, end in zip(limits[:-1].tolist(), limits[1:].tolist(), strict=True):
         own = [part[0, :, start:end].repeat_interleave(heads // part.shape[1], 0) for part in (q, k, v)]
         number = torch.arange(end - start)
         behind = number[:, None] - number
-        seen = (behind >= 0) & (behind < (window or 100))
+        seen = (behind >= 0) | (not causal)
+        seen &= behind.abs() < (window or 100)
         weights = (0.3 * own[0] @ own[1].transpose(1, 2)).masked_fill(~seen, -torch.inf).softmax(-1)
-        torch.testing.assert_close(found[0, start:end], (weights @ own[2]).transpose(0, 1), rtol=1e-12, atol=1e-12)
+        expected[0, start:end] = (weights @ own[2]).transpose(0, 1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for gradient, wanted in zip(gradients, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-11)
     with pytest.raises(NotImplementedError, match="attention of packed texts does not support softcap"):
-        huggingface_inputs.attention(torch.nn.Module(), q, k, v, None, softcap=30.0, **options)
+        packed_texts.attention(torch.nn.Module(), q, k, v, None, softcap=30.0, **options)
 
 
 def reference(
@@ -255,22 +261,23 @@ def reference(
     return found
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("known", [("is_causal",), ("scale", "window_size"), ("scale", "window_size", "enable_gqa")], ids=str)
-def test_each_version_of_pytorchs_attention_is_called_as_it_wants(monkeypatch, known, window):
+def test_each_version_of_pytorchs_attention_is_called_as_it_wants(monkeypatch, known, window, causal):
     def called(*args, **options):
         assert set(options) <= set(known)
         return reference(*args, **options)
 
-    monkeypatch.setattr(huggingface_inputs, "varlen", SimpleNamespace(varlen_attn=called))
-    monkeypatch.setattr(huggingface_inputs, "ARGUMENTS", frozenset(known))
-    monkeypatch.setattr(huggingface_inputs, "HALF", (torch.float64,))
+    monkeypatch.setattr(packed_texts, "varlen", SimpleNamespace(varlen_attn=called))
+    monkeypatch.setattr(packed_texts, "ARGUMENTS", frozenset(known))
+    monkeypatch.setattr(packed_texts, "HALF", (torch.float64,))
     limits = torch.tensor([0, 4, 5, 14], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, 14, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2))
     options = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": limits, "max_length_q": 9}
-    wanted, _ = huggingface_inputs.attention(torch.nn.Module(), q, k, v, None, **options)
-    found, _ = huggingface_inputs.attention(torch.nn.Module(), q, k, v, None, cu_seq_lens_k=limits, **options)
+    wanted, _ = packed_texts.attention(layer(causal), q, k, v, None, **options)
+    found, _ = packed_texts.attention(layer(causal), q, k, v, None, cu_seq_lens_k=limits, **options)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 

@@ -260,8 +260,8 @@ def adapt(pair: Pair, options: Mapping[str, Any]) -> None:
             encoder.pad()
         elif not encoder.packed and not encoder.pack():
             raise ValueError(
-                f"model_options.packed must be false or not set for {pair.name!r}: texts without padding need a causal model "
-                "with PyTorch's attention, and transformers 4.53 or newer"
+                f"model_options.packed must be false or not set for {pair.name!r}: texts without padding need a model with "
+                "the attention of PyTorch, and transformers 5 or newer (decoders: 4.53)"
             )
 
 

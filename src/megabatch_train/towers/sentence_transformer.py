@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import extras, file_io
-from megabatch_train.towers.huggingface_inputs import Packed, disable_packing, enable_packing
+from megabatch_train.towers.packed import Packed, disable_packing, enable_packing, first_position
 
 LOG = logging.getLogger("megabatch")
 
@@ -410,6 +410,8 @@ def _write(path: Path, content: Any) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # The encoder of texts that the files describe.
 
+CHECKED_TOKENS = 5, 512  # minimum and maximum number of tokens of the longest text of the check in `TextEncoder.pack`
+
 
 class TextEncoder(nn.Module):
     """A transformers model whose last layer is pooled over the tokens of a text, with optional layers after the pooling.
@@ -436,7 +438,8 @@ class TextEncoder(nn.Module):
         self.include_prompt = True
         self.packed = False
         self.files = FileOptions()
-        self._takes = set(inspect.signature(model.forward).parameters) if self.causal else set()
+        self._takes = set(inspect.signature(model.forward).parameters)
+        self._first_position = first_position(model)
 
     def forward(  # (n, T) each -> (n, D)
         self, input_ids: Tensor, attention_mask: Tensor, pooled_mask: Tensor | None = None
@@ -450,8 +453,10 @@ class TextEncoder(nn.Module):
         """
         if self.packed:
             packed = Packed.of(input_ids, attention_mask)
-            states = packed.states(self.model)  # (tokens, H)
-            if self.pooling == LAST:
+            states = packed.states(self.model, self._first_position, "token_type_ids" in self._takes)  # (tokens, H)
+            if self.pooling == CLS:
+                pooled = widen(packed.first(states))
+            elif self.pooling == LAST:
                 pooled = widen(packed.last(states))
             elif self.pooling == MEAN:
                 pooled = packed.mean(widen(states))
@@ -464,9 +469,10 @@ class TextEncoder(nn.Module):
 
     def _encode_padded(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # (n, T, H)
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if "position_ids" in self._takes:  # padding on the left would shift the positions
+        if self.causal and "position_ids" in self._takes:  # padding on the left would shift the positions
             inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
-        if "use_cache" in self._takes:  # the cache is for generation; it would grow when a checkpointed block is computed again
+        # The cache is for generation. It would grow when a checkpointed block is computed again.
+        if self.causal and "use_cache" in self._takes:
             inputs["use_cache"] = False
         states: Tensor = self.model(**inputs).last_hidden_state
         return states
@@ -477,21 +483,27 @@ class TextEncoder(nn.Module):
         The embedding of a text must not depend on the other texts of its chunk. With convolutions and recurrent layers it
         would, because such layers read the tokens of neighboring texts.
         """
-        if not ("position_ids" in self._takes and enable_packing(self.model)):
+        if "position_ids" not in self._takes:
             return False
         device = next(self.parameters()).device
-        mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]], device=device)
+        window = getattr(self.model.config, "sliding_window", None)
+        least, most = CHECKED_TOKENS
+        # The longest text is longer than the window of an encoder, whose size models define differently.
+        length = least if self.causal or not isinstance(window, int) else min(max(least, 2 * window + 2), most)
+        mask = torch.arange(length, device=device) < torch.tensor([[3], [length], [1]], device=device)
         ids = torch.arange(mask.numel(), device=device).view_as(mask) % 7 + 1
+        mask = mask.long()
         training = self.training
         self.eval()  # evaluation draws no random numbers
         try:
             with torch.no_grad():
                 padded = self(ids, mask)
-                self.packed = True
-                unpadded, other = self(ids, mask), self(torch.cat((ids[:2] + 1, ids[2:])), mask)
-                precision = torch.finfo(self.model.dtype).eps
-                same = (unpadded - padded).abs().max() <= precision**0.5
-                self.packed = bool(same and (unpadded - other)[2].norm() <= precision)
+                self.packed = enable_packing(self.model)
+                if self.packed:
+                    unpadded, other = self(ids, mask), self(torch.cat((ids[:2] + 1, ids[2:])), mask)
+                    precision = torch.finfo(self.model.dtype).eps
+                    same = (unpadded - padded).abs().max() <= precision**0.5
+                    self.packed = bool(same and (unpadded - other)[2].norm() <= precision)
         except Exception:  # a model that does not support packing can raise any error
             self.packed = False
         finally:
