@@ -16,8 +16,12 @@ time that the floating-point operations take at the rate of a large bf16 matmul.
 import argparse
 import contextlib
 import functools
+import json
 import re
+import sys
+import tempfile
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -174,7 +178,13 @@ def measure_way(record: Record, args: argparse.Namespace, model: str, dropout: f
                 encode()
             encode()  # compiles
             forward, both = (milliseconds(work, args.device, args.share) for work in (encode, train))
-            row = {"model": model, "dropout": dropout, "side": pair.towers[side].kind, "way": way, "chunk": args.chunk}
+            row = {
+                "model": Path(model).stem,
+                "dropout": dropout,
+                "side": pair.towers[side].kind,
+                "way": way,
+                "chunk": args.chunk,
+            }
             row |= {"forward_ms": forward, "both_ms": both, "flops": counter.total, "errors": errors}
             row["profile"] = profile(train) if args.device == "cuda" else {}
             module.zero_grad()
@@ -252,7 +262,7 @@ def markdown(record: dict[str, Any]) -> str:
     return paragraphs(about, TextTable(headings, rows).markdown())
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments(parser, "tower_time", 200)
     parser.add_argument("--models", nargs="+", default=["ViT-B-32", "ViT-B-16", "ViT-L-14"], help="models of open_clip")
@@ -264,10 +274,6 @@ def main() -> None:
     args = parser.parse_args()
     args.device, args.share, size = device_of(args), 0.5, 8192
     if args.tiny:
-        import json
-        import tempfile
-        from pathlib import Path
-
         path = Path(tempfile.mkdtemp()) / "tiny.json"
         path.write_text(json.dumps(TINY_MODEL))
         args.models, args.chunk, args.share, size = [str(path)], 8, 0.01, 64
@@ -280,7 +286,8 @@ def main() -> None:
                     measure_way(record, args, model, dropout, way, reference)
             reference.clear()
     record.finish(markdown)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -144,8 +144,11 @@ def test_rates_of_training_runs_by_hand():
         {"loss": 1.0, "pairs": 8 * i, "seconds": 10.0 + 2 * i, "memory_bytes": i, "phases": {"data": 0.5, "forward": 1.5}}
         for i in range(1, 6)
     ]
+    records[0]["start"] = {"imports": 2.0}
     found = from_metrics([*records, {"evaluation": {}}], "")
-    assert found == {"rate": 4.0, "steps": 3, "data_share": 0.25, "phases": {"data": 1.5, "forward": 4.5}, "peak_bytes": 5}
+    phases = {"data": 1.5, "forward": 4.5}
+    expected = {"rate": 4.0, "steps": 3, "data_share": 0.25, "phases": phases, "peak_bytes": 5, "start": {"imports": 2.0}}
+    assert found == expected
     assert from_metrics(records[:2], "ValueError: no") == {"failed": "ValueError: no"}
 
 

@@ -62,11 +62,13 @@ def test_small_runs_on_a_cpu(command, tmp_path):
         "small_cpu",
         "small_gpu",
         "topk_gpu",
+        "tower_time",
         "train_speed",
     ],
 )
 def test_tiny_runs(script, tmp_path):
-    packages = {"decoders_gpu": "sentence_transformers", "encoders_gpu": "sentence_transformers", "train_speed": "open_clip"}
+    packages = {"decoders_gpu": "sentence_transformers", "encoders_gpu": "sentence_transformers"}
+    packages |= dict.fromkeys(("tower_time", "train_speed"), "open_clip")
     if script in packages:
         pytest.importorskip(packages[script])
     command = [str(FOLDER / f"{script}.py"), "--tiny", "--output", str(tmp_path)]

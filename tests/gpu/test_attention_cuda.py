@@ -9,9 +9,16 @@ from megabatch_train.towers import fast_layers
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 15, 16, 24, 50, 64, 65, 99, 128, 129])
-@pytest.mark.parametrize(("heads", "dim", "causal"), [(12, 64, False), (8, 64, True), (3, 32, False), (2, 128, True)])
+@pytest.mark.parametrize("tokens", [1, 15, 24, 50, 64, 65, 99, 128, 129])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "dim", "causal"),
+    [
+        (torch.bfloat16, 12, 64, False),
+        (torch.bfloat16, 8, 64, True),
+        (torch.float16, 3, 32, False),
+        (torch.float16, 2, 128, True),
+    ],
+)
 def test_values_and_gradients(dtype, tokens, heads, dim, causal):
     """At most twice the error of PyTorch's attention in the same dtype."""
     generator = torch.Generator("cuda").manual_seed(tokens)
