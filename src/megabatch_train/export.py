@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from megabatch import extras, file_io
 from megabatch_train import towers
 from megabatch_train.data import load as data
-from megabatch_train.data.dataset import IMAGE
+from megabatch_train.data.dataset import AUDIO, IMAGE
 from megabatch_train.display import plots, report, tables
 from megabatch_train.display.report import setting
 from megabatch_train.evaluation import results
-from megabatch_train.names import sanitize
+from megabatch_train.names import PYTHON, sanitize
 from megabatch_train.towers import Pair, Tower, huggingface, lora, models, open_clip
 from megabatch_train.towers.huggingface import PairEncoder
 from megabatch_train.towers.huggingface_inputs import HashedWords, ImageInputs, TokenInputs
@@ -39,6 +39,8 @@ _PURPOSE = "Export to ONNX"
 
 def export_onnx(pair: Pair, folder: Path) -> None:
     """Writes the ONNX files and the files of the preprocessing. Compares embeddings if onnxruntime is installed."""
+    if AUDIO in (pair.first.kind, pair.second.kind):
+        raise ValueError(f"--to onnx needs a model of images or texts, got {pair.name!r} for recordings; --to hf supports it")
     for module in ("onnx", "onnxscript"):
         extras.load(module, purpose=_PURPOSE)
     if getattr(pair.first.module, "takes_patches", False):
@@ -285,6 +287,11 @@ def export(pair: Pair, form: str, folder: Path) -> None:
         "open_clip": {"open_clip": _export_open_clip},
         "onnx": dict.fromkeys(("hf", "hf-config", "open_clip", "small"), export_onnx),
     }
+    if pair.name.startswith(PYTHON):
+        raise ValueError(
+            f"--to {form} needs a model of transformers, open_clip or megabatch, got {pair.name!r}, whose modules and "
+            "preprocessing are code of your own; towers.load_saved loads the run with this code"
+        )
     if family not in writers[form]:
         possible = " or ".join(name for name in FORMATS if family in writers[name])
         raise ValueError(f"--to must be {possible} for a model {pair.name!r}, got {form}")

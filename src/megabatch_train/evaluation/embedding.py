@@ -24,7 +24,7 @@ from megabatch.cached.streaming import map_rows
 from megabatch.cached.tower import call
 from megabatch.tiles.block import accumulator_dtype, windows
 from megabatch.tiles.sums import MAX_K, Best
-from megabatch_train.data.dataset import Dataset, ReadingProgress, UnreadableSampleError, blank
+from megabatch_train.data.dataset import FILE, VALUE, Dataset, ReadingProgress, UnreadableSampleError, blank
 from megabatch_train.towers import Pair
 from megabatch_train.towers.tower import Tower, use_evaluation_mode
 
@@ -105,7 +105,10 @@ def truncate(towers: Sequence[Tower], dim: int) -> int:
     Returns:
         The full dimension.
     """
-    full = min(encode(tower, [blank(tower.kind)]).shape[1] for tower in towers)
+    blanks = [tower for tower in towers if tower.kind not in (VALUE, FILE)]
+    if not blanks:
+        raise ValueError(f"dim needs a tower of texts, images or recordings, got towers of {towers[0].kind}s, got dim {dim}")
+    full = min(encode(tower, [blank(tower.kind)]).shape[1] for tower in blanks)
     if not 1 <= dim <= full:
         raise ValueError(f"dim must be from 1 to {full}, the embedding dimension, got {dim}")
     if dim < full:

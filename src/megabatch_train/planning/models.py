@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megabatch import extras
-from megabatch_train.names import MODELS
+from megabatch_train.names import MODELS, PYTHON
 from megabatch_train.planning.gpus import STAND_IN, number
 from megabatch_train.towers.lora import store_frozen
 from megabatch_train.towers.small import SmallConfig, SmallImageTower, SmallTextTower
@@ -207,6 +207,11 @@ def model(
     """
     if lora and not spec.startswith(("hf:", "hf-config:", "open_clip:")):
         raise ValueError(f'lora must not be set for models other than "hf:" and "open_clip:", got {lora} for {spec!r}')
+    if spec.startswith(PYTHON):
+        raise ValueError(
+            f"a plan needs the sizes of the inputs, which {spec!r} does not describe. `megabatch train` measures the memory of "
+            "the towers and chooses the chunk size"
+        )
     family, _, name = spec.partition(":")
     with torch.device("meta"), _offline():
         if spec == "small":
