@@ -66,7 +66,7 @@ def embed_chunks(
     chosen = range(len(dataset)) if indices is None else indices
     source = dataset.source(chosen, side, tower, augment=False, workers=workers)
     spans = [(part.start, part.stop) for part in windows(len(chosen), chunk_size)]
-    progress = ReadingProgress(f"{tower.kind}s embedded", len(chosen))
+    progress = ReadingProgress(f"{tower.plural} embedded", len(chosen))
     for (_, done), inputs in zip(spans, source.chunks(spans, device_of(tower.module)), strict=True):
         with use_evaluation_mode(tower.module):
             embeddings = call(tower.module, inputs)
@@ -380,7 +380,7 @@ class Stored:
     def fill(self, tower: Tower, dataset: Dataset, side: int, *, chunk_size: int, workers: int | Executor) -> None:
         """Embeds the samples that are not in the file yet, as `embed` does. The rows of unreadable samples are NaN."""
         if self.done:
-            LOG.info("%s of %s %ss are embedded already", f"{self.done:,}", f"{self.total:,}", tower.kind)
+            LOG.info("%s of %s %s are embedded already", f"{self.done:,}", f"{self.total:,}", tower.plural)
         rest = range(self.done, self.total)
         if not rest:
             return

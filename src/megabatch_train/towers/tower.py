@@ -22,7 +22,7 @@ from megabatch.cached.replay import stack
 from megabatch.cached.streaming import map_rows
 from megabatch.cached.tower import as_encoded, call
 from megabatch.world import World
-from megabatch_train.data.dataset import IMAGE
+from megabatch_train.data.dataset import AUDIO, IMAGE
 from megabatch_train.data.images import TrainingImages
 from megabatch_train.machine import ran_out_of_memory
 from megabatch_train.towers.fast_layers import replace_patch_convolutions, replace_self_attention
@@ -110,6 +110,11 @@ class Tower:
             return self
         crop = replace(self.training_images.crop, size=(side, side))
         return replace(self, training_images=replace(self.training_images, crop=crop))
+
+    @property
+    def plural(self) -> str:
+        """The word for several samples of the tower."""
+        return "recordings" if self.kind == AUDIO else f"{self.kind}s"
 
     @property
     def patches(self) -> int:

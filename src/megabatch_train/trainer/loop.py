@@ -306,7 +306,7 @@ class Trainer:
             self._fit = self._choose_fit(stage, self.config.memory)
             if self.config.chunk_size == "auto" and self.world.rank == 0:
                 by_tower = zip(self._fit.chunk_sizes, self.pair.towers, strict=True)
-                chunks = " and ".join(dict.fromkeys(f"{size:,} {tower.kind}s" for size, tower in by_tower))
+                chunks = " and ".join(dict.fromkeys(f"{size:,} {tower.plural}" for size, tower in by_tower))
                 before = ", measured before on this GPU" if self._fit.is_reused else ""
                 LOG.info("%s", format_row("chunk size", f"{chunks}{before}"))
             self._start.end_phase("chunk_size")
