@@ -98,7 +98,9 @@ def test_zero_shot(place, tmp_path, capsys):
 
 @pytest.mark.parametrize("query", ["", "  "])
 def test_an_empty_query_raises_an_error(place, query):
-    with pytest.raises(ValueError, match=r"QUERY must be a text or the path of an image or a recording, got ' *', which is empty"):
+    with pytest.raises(
+        ValueError, match=r"QUERY must be a text or the path of an image or a recording, got ' *', which is empty"
+    ):
         call(find_command("search"), place / "run", query)
     with pytest.raises(ValueError, match=r"--query must not be empty"):
         call(find_command("report"), place / "run", "--query", query)

@@ -63,8 +63,10 @@ def write_clap(folder, seed=0, fusion=False):
     ).save_pretrained(folder)
     text = {"vocab_size": len(words), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     text |= {"intermediate_size": 32, "max_position_embeddings": 16, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    text |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     audio = {"spec_size": 32, "num_mel_bins": 16, "patch_size": 4, "patch_stride": [4, 4], "window_size": 2, "hidden_size": 32}
     audio |= {"patch_embeds_hidden_size": 8, "depths": [1, 1, 1], "num_attention_heads": [2, 2, 2], "enable_fusion": fusion}
+    audio |= {"drop_path_rate": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.ClapConfig(
         text_config={**text, "projection_dim": 8}, audio_config={**audio, "projection_dim": 8}, projection_dim=8
     )

@@ -228,6 +228,8 @@ def gallery(model: Pair | Evaluated, dataset: Dataset, drawn: Dataset, queries: 
         drawn: the same samples for display, whose images can be larger.
         queries: texts to search for first.
     """
+    if dataset.sides[1] != TEXT:
+        raise ValueError(f"dataset must have texts on its second side, got {dataset.sides[1]}s")
     side = choose_side(dataset)
     candidates = _images(dataset) if side == 0 else _documents(dataset)
     if not candidates.samples:

@@ -37,6 +37,7 @@ from megabatch_train.towers.huggingface_inputs import (
     attends_to_padding,
     count_positions,
     divide_into_patches,
+    fix_batch_norms,
     longest,
     media_of,
     part_of,
@@ -504,6 +505,7 @@ def _pair_of_one_model(parts: _ModelParts, name: str, lora: LoraConfig | None) -
     encoder = PairEncoder(model)
     texts.longest = texts.limit_to(count_positions(model))
     if isinstance(images, AudioInputs):
+        fix_batch_norms(model)
         pixels = images.collate([images.prepare(blank(AUDIO), None)])
     else:
         images.keys = PATCH_KEYS if encoder.takes_patches else images.keys

@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megabatch import extras
 from megabatch_train.data.audio import AudioInputs
@@ -17,6 +17,9 @@ from megabatch_train.towers.packed import first_position
 from megabatch_train.towers.small import n_grams, pad
 from megabatch_train.towers.tokens import pair_of
 from megabatch_train.towers.tower import allows_remote_code
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Preprocessing: tokenizers or hashed words, and images of the encoder's size.
@@ -82,9 +85,7 @@ def media_of(model: Any, place: str | Path, options: Mapping[str, Any], made_for
             return images_of(config, place, made_for)
         return ImageInputs(config, transformers.AutoImageProcessor.from_pretrained(place, **options), made_for)
     if isinstance(place, Path) and not any((place / file).is_file() for file in _PROCESSORS):
-        config = model.config.audio_config
-        truncation = "fusion" if getattr(config, "enable_fusion", False) else "rand_trunc"
-        return AudioInputs(transformers.ClapFeatureExtractor(feature_size=config.num_mel_bins, truncation=truncation))
+        raise ValueError(f"{place} must have the feature extractor of a model of recordings, got no {' or '.join(_PROCESSORS)}")
     return AudioInputs(transformers.AutoFeatureExtractor.from_pretrained(place, **options))
 
 
@@ -131,6 +132,22 @@ def count_positions(model: Any) -> int | None:
     if not isinstance(most, int) or most < 1:
         return None
     return most - first_position(model)
+
+
+class FixedBatchNorm(nn.BatchNorm2d):
+    """A batch normalization that always uses its stored statistics, so that embeddings do not depend on other samples."""
+
+    def train(self, mode: bool = True) -> "Self":
+        """Keeps evaluation mode."""
+        return super().train(False)
+
+
+def fix_batch_norms(model: nn.Module) -> None:
+    """Makes batch normalizations use their stored statistics, in place. Chunks of a batch would have other statistics."""
+    for part in model.modules():
+        if type(part) is nn.BatchNorm2d:
+            part.__class__ = FixedBatchNorm
+            part.eval()
 
 
 class TokenInputs:
