@@ -72,7 +72,16 @@ def test_a_run_is_the_librarys_before_and_after_training_and_export(tmp_path, fu
 
     table = recordings.write_tones(tmp_path / "tones", 48)
     words = ["--model", "hf:clap", "--data", table, "--validation", table, "--batch-size", 12, "--chunk-size", 12]
-    words += ["--set", "checkpoint.every=24", "--set", "checkpoint.best=none", "--lr", "1e-3", "--set", "schedule.warmup_steps=2"]
+    words += [
+        "--set",
+        "checkpoint.every=24",
+        "--set",
+        "checkpoint.best=none",
+        "--lr",
+        "1e-3",
+        "--set",
+        "schedule.warmup_steps=2",
+    ]
     words = [*map(str, words), "--compile", "off", "--no-report", "--set", "device=cpu"]
     assert main(["train", *words, "--steps", "48", "--output", "run"]) in (0, None)
     before, after = (evaluate(one, Table(table))["clip_val_loss"] for one in (pair, towers.load_saved(tmp_path / "run")))
