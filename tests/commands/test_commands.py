@@ -307,7 +307,7 @@ def test_scored_pairs_have_a_correlation(tmp_path, capsys):
 
 
 def test_queries_that_cannot_be(place, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"an image that exists, got 'nowhere.png'"):
+    with pytest.raises(FileNotFoundError, match=r"an image or a recording that exists, got 'nowhere.png'"):
         call(find_command("search"), place / "run", "nowhere.png")
     with pytest.raises(ValueError, match=r"QUERY .* read"):
         call(find_command("search"), place / "run", place / "images" / "7.png")
