@@ -66,6 +66,7 @@ WRONG = {
     "half of a header": (wav(tone(440))[:20], "a.wav is (cut off|not a WAV file)"),
     "cut off": (wav(tone(440))[:-1001], "a.wav is cut off"),
     "no samples": (wav(torch.zeros(0, 1)), "a.wav has no samples"),
+    "no recording": (b"no recording", "a.wav is not a recording that can be read"),
     "no channels": (header({22: b"\0\0"}), "a.wav is not a WAV file"),
     "a rate of zero": (header({24: struct.pack("<I", 0)}), "rate of at least 1"),
     "no format": (b"RIFF" + struct.pack("<I", 4) + b"WAVE", "a.wav is (cut off|not a WAV file)"),

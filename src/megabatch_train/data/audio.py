@@ -19,6 +19,7 @@ from megabatch_train.data.dataset import Audio, StoredFile, UnreadableSampleErro
 
 ENDINGS = (".wav", ".flac", ".ogg", ".mp3")
 MOST_SAMPLES = 1 << 28  # limit of all channels together, because a damaged header can claim any number
+_STARTS = (b"RIFF", b"fLaC", b"OggS", b"ID3", b"\xff")  # first bytes of the formats
 _PURPOSE = "Reading audio other than WAV files with integer samples"
 _ADDRESS = re.compile(r"<[^>]* at 0x[0-9a-f]+>")  # the memory address of a buffer in the messages of soundfile
 
@@ -69,6 +70,8 @@ def _decode_wav(stored: EncodedAudio) -> tuple[Tensor, int] | None:
 
 def _decode_other(stored: EncodedAudio) -> tuple[Tensor, int]:
     """Returns frames and rate of a file that soundfile reads."""
+    if not extras.is_installed("soundfile") and not stored.data.startswith(_STARTS):
+        raise UnreadableSampleError(f"{stored.name} is not a recording that can be read")
     soundfile = extras.load("soundfile", purpose=_PURPOSE)
     try:
         with soundfile.SoundFile(io.BytesIO(stored.data)) as file:

@@ -517,9 +517,13 @@ def _pair_of_one_model(parts: _ModelParts, name: str, lora: LoraConfig | None) -
             tokens = texts.collate(["a"])
             same_dim = encoder(**pixels).shape[1:] == encoder(**tokens).shape[1:]
     except Exception as error:  # a model with other inputs can raise any error
+        media, reason = (
+            "audio" if isinstance(images, AudioInputs) else "image",
+            (str(error) or type(error).__name__).splitlines(),
+        )
         raise ValueError(
-            f"{name} must have get_image_features or get_audio_features, and get_text_features, that take their inputs, got "
-            f"an error of {type(model).__name__}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"{name} must have get_{media}_features and get_text_features that take {next(iter(pixels))} and input_ids, got an "
+            f"error of {type(model).__name__}: {reason[0]}"
         ) from error
     if not same_dim:
         raise ValueError(f"{name} must have one embedding dimension for both sides, got a {type(model).__name__}")
