@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from megabatch.world import World
 from megabatch_train import towers
 from megabatch_train.cli import main
 from megabatch_train.data.dataset import StoredFile
@@ -14,6 +15,7 @@ from megabatch_train.evaluation import embed, results
 from megabatch_train.planning import models as planning
 from megabatch_train.towers import custom
 from megabatch_train.towers.tower import allow_remote_code
+from megabatch_train.trainer.loop import embed_by_teacher
 
 MODULE = """
 import torch
@@ -130,6 +132,14 @@ def test_a_saved_model_is_the_model(module):
         towers.load_saved(module / "saved")
     with allow_remote_code():
         towers.load_saved(module / "saved")
+
+
+def test_settings_of_a_run_cannot_choose_a_module_as_teacher(module):
+    table = Table(write_rows(module / "rows.jsonl", 4), columns={"value": "reading", "text": "caption"})
+    world = World(torch.device("cpu"))
+    with pytest.raises(ValueError, match="a teacher or guide must be a model without custom code"):
+        embed_by_teacher("python:compass:build", table, module / "teacher", world, chunk_size=2, workers=0)
+    assert "compass" not in sys.modules
 
 
 def test_samples_that_a_tower_refuses_are_skipped(module):

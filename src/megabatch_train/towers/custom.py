@@ -45,7 +45,7 @@ def load(name: str, options: Mapping[str, Any], lora: LoraConfig | None = None) 
     return replace(pair, name=spec, options=dict(options))
 
 
-def check(spec: str, place: Path) -> None:
+def check(spec: str, place: str | Path) -> None:
     """Raises an error if the files of a run name a module that the user has neither named nor allowed."""
     if spec.startswith(PYTHON) and not allows_remote_code() and spec not in _NAMED:
         raise ValueError(
