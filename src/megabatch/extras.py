@@ -19,6 +19,7 @@ REQUIREMENTS: Final = {
     **dict.fromkeys(("aiohttp", "fsspec", "gcsfs", "s3fs"), "megabatch[remote]"),
     **dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "megabatch[onnx]"),
     "open_clip": "megabatch[open-clip]",
+    "soundfile": "megabatch[audio]",
     "sentence_transformers": "megabatch[sentence-transformers]",
     "wn": "megabatch[wordnet]",
     "pylate": "pylate>=1.6",

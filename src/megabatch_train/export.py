@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from megabatch import extras, file_io
 from megabatch_train import towers
 from megabatch_train.data import load as data
-from megabatch_train.data.dataset import IMAGE
+from megabatch_train.data.audio import AudioInputs
+from megabatch_train.data.dataset import AUDIO, IMAGE
 from megabatch_train.display import plots, report, tables
 from megabatch_train.display.report import setting
 from megabatch_train.evaluation import results
-from megabatch_train.names import sanitize
+from megabatch_train.names import PYTHON, sanitize
 from megabatch_train.towers import Pair, Tower, huggingface, lora, models, open_clip
 from megabatch_train.towers.huggingface import PairEncoder
 from megabatch_train.towers.huggingface_inputs import HashedWords, ImageInputs, TokenInputs
@@ -39,6 +40,8 @@ _PURPOSE = "Export to ONNX"
 
 def export_onnx(pair: Pair, folder: Path) -> None:
     """Writes the ONNX files and the files of the preprocessing. Compares embeddings if onnxruntime is installed."""
+    if AUDIO in (pair.first.kind, pair.second.kind):
+        raise ValueError(f"--to onnx needs a model of images or texts, got {pair.name!r} for recordings; --to hf supports it")
     for module in ("onnx", "onnxscript"):
         extras.load(module, purpose=_PURPOSE)
     if getattr(pair.first.module, "takes_patches", False):
@@ -285,6 +288,11 @@ def export(pair: Pair, form: str, folder: Path) -> None:
         "open_clip": {"open_clip": _export_open_clip},
         "onnx": dict.fromkeys(("hf", "hf-config", "open_clip", "small"), export_onnx),
     }
+    if pair.name.startswith(PYTHON):
+        raise ValueError(
+            f"--to {form} needs a model of transformers, open_clip or megabatch, got {pair.name!r}, whose modules and "
+            "preprocessing are code of your own; towers.load_saved loads the run with this code"
+        )
     if family not in writers[form]:
         possible = " or ".join(name for name in FORMATS if family in writers[name])
         raise ValueError(f"--to must be {possible} for a model {pair.name!r}, got {form}")
@@ -431,6 +439,21 @@ from transformers import AutoConfig
 processor = ImageInputs(AutoConfig.from_pretrained({place}){part}, None)
 pixels = {{"pixel_values": processor.prepare(torch.from_numpy(numpy.array(image)).permute(2, 0, 1), None)[None]}}
 """
+_LOAD_AUDIO = """
+import torch
+from transformers import AutoFeatureExtractor, AutoModel, AutoTokenizer
+
+model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+extractor = AutoFeatureExtractor.from_pretrained(folder)
+rate = extractor.sampling_rate
+recording = torch.zeros(rate).numpy()  # samples of one channel at this rate
+audio = extractor([recording], sampling_rate=rate, return_tensors="pt")
+texts = tokenizer(["the sound of rain", "a dog barks"], padding=True, return_tensors="pt")
+with torch.no_grad():
+    is_longer = torch.zeros(1, 1, dtype=torch.bool)  # as in training, where long recordings are cropped
+    output = model(input_features=audio["input_features"], is_longer=is_longer, **texts)
+print(output.audio_embeds @ output.text_embeds.T)  # similarities
+"""
 _LOAD_TEXTS = """
 from sentence_transformers import SentenceTransformer
 
@@ -463,17 +486,18 @@ def write_card(
 
 def _card_header(pair: Pair, form: str) -> str:
     texts = pair.first.kind == pair.second.kind
+    media = "audio" if pair.first.kind == AUDIO else "image"
     library = {"onnx": "onnx", "open_clip": "open_clip", "hf": "sentence-transformers" if texts else "transformers"}[form]
     lines = [
         f"library_name: {library}",
-        f"pipeline_tag: {'sentence-similarity' if texts else 'zero-shot-image-classification'}",
+        f"pipeline_tag: {'sentence-similarity' if texts else f'zero-shot-{media}-classification'}",
         "tags: [contrastive, megabatch]",
     ]
     return "\n".join(["---", *lines, "---"])
 
 
 def _card_about(pair: Pair, form: str, run: Path | None) -> str:
-    sides = " and ".join(dict.fromkeys(f"{tower.kind}s" for tower in pair.towers))
+    sides = " and ".join(dict.fromkeys(tower.plural for tower in pair.towers))
     bias = "" if pair.logit_bias is None else f" and adds {tables.short(pair.logit_bias)}"
     sentences = (
         f"Towers: `{_public_name(pair)}`. Embeddings of {sides} have unit length, and their similarity is the inner product."
@@ -516,6 +540,8 @@ def _card_use(pair: Pair, form: str, folder: str, *, on_hub: bool) -> list[str]:
         code = write_code(pair, folder_lines)
     elif pair.name.startswith("open_clip:"):
         code = _LOAD_CLIP.format(folder=folder)
+    elif isinstance(images, AudioInputs):
+        code = "\n\n".join(folder_lines) + "\n" + _LOAD_AUDIO
     elif isinstance(images, ImageInputs):
         is_pair = isinstance(pair.first.module, PairEncoder)
         place = {"place": "folder", "part": ".vision_config"} if is_pair else {"place": 'folder + "/image"', "part": ""}

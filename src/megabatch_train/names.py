@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
+PYTHON = "python:"  # prefix of models from code of the user
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")  # suffixes of table files
 DATA = (
     "emoji (drawings by two artists and their names)",
@@ -23,8 +24,9 @@ DATA = (
 MODELS = (
     "small (a convolutional network and a bag of n-grams, for a CPU)",
     "open_clip:MODEL or open_clip:MODEL@WEIGHTS (image–text, such as open_clip:ViT-B-32; MODEL can be a file, FILE.json)",
-    "hf:NAME (text–text, a transformers encoder with its weights; or image–text, a transformers model such as CLIP or SigLIP)",
+    "hf:NAME (a transformers model with its weights: text–text, an encoder; image–text, such as CLIP; audio–text, CLAP)",
     "hf:IMAGES+TEXTS (image–text, two transformers encoders with their weights)",
+    "python:MODULE:FUNCTION (any data, a function of your own that returns both towers, as in python:package.module:build)",
     "hf-config:FOLDER or hf-config:IMAGES+TEXTS (like hf:, but with random weights, from the config.json of a folder)",
 )
 

@@ -98,7 +98,9 @@ def test_zero_shot(place, tmp_path, capsys):
 
 @pytest.mark.parametrize("query", ["", "  "])
 def test_an_empty_query_raises_an_error(place, query):
-    with pytest.raises(ValueError, match=r"QUERY must be a text or the path of an image, got ' *', which is empty"):
+    with pytest.raises(
+        ValueError, match=r"QUERY must be a text or the path of an image or a recording, got ' *', which is empty"
+    ):
         call(find_command("search"), place / "run", query)
     with pytest.raises(ValueError, match=r"--query must not be empty"):
         call(find_command("report"), place / "run", "--query", query)
@@ -305,7 +307,7 @@ def test_scored_pairs_have_a_correlation(tmp_path, capsys):
 
 
 def test_queries_that_cannot_be(place, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"an image that exists, got 'nowhere.png'"):
+    with pytest.raises(FileNotFoundError, match=r"an image or a recording that exists, got 'nowhere.png'"):
         call(find_command("search"), place / "run", "nowhere.png")
     with pytest.raises(ValueError, match=r"QUERY .* read"):
         call(find_command("search"), place / "run", place / "images" / "7.png")

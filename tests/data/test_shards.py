@@ -123,7 +123,9 @@ def test_what_is_damaged_is_named_and_the_rest_is_used(folder):
         ],
     )
     data = Shards(folder / "a.tar")
-    assert data.problems == ["sample a.tar:2 has no image (jpg or jpeg or png or webp)"]
+    assert data.problems == [
+        "sample a.tar:2 has no image or recording (jpg or jpeg or png or webp or wav or flac or ogg or mp3)"
+    ]
     assert len(data) == 7
     for side in (0, 1):
         list(data.source(range(7), side, Plain()).chunks([(0, 4), (4, 7)], None))

@@ -89,6 +89,17 @@ def tutorial_text(folder, monkeypatch):
     return {}
 
 
+def tutorial_own_tower(folder, monkeypatch):
+    """The module of the page, and a run with its towers."""
+    from megabatch_train import towers
+
+    page = code_blocks.blocks(code_blocks.ROOT / "docs" / "tutorial_own_tower.md")
+    (folder / "curves.py").write_text(next(block.code for block in page if "def build" in block.code))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    towers.save(towers.load("python:curves:build", ("value", "text")), folder / "runs/curves")
+    return {}
+
+
 def save_text_model(config, output):
     from megabatch_train import towers
 
@@ -172,6 +183,7 @@ PREPARED = {
     "runs": runs,
     "training": training,
     "sentence_transformers": sentence_transformers,
+    "tutorial_own_tower": tutorial_own_tower,
     "tutorial_text": tutorial_text,
 }
 

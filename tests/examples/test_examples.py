@@ -65,6 +65,12 @@ def test_a_decoder_finds_words_by_their_definitions(capsys, tmp_path):
     assert (tmp_path / "first" / "adapter_model.safetensors").is_file()
 
 
+def test_series_find_their_texts(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (recall,) = printed("series_to_text", f"--curves 256 --epochs 4 --output {tmp_path}", capsys)[-1:]
+    assert recall > 0.15, "chance is 1 of 18"
+
+
 def test_density_and_uniformity(capsys):
     density = load("density")
     z = torch.nn.functional.normalize(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megabatch_train.names import TABLES, has_weights, nearest, sanitize
+from megabatch_train.names import PYTHON, TABLES, has_weights, nearest, sanitize
 
 if TYPE_CHECKING:
     import torch
@@ -263,7 +263,7 @@ def load_pair(
 
     if run_of(spec) is not None:
         return load_run(Path(spec), device, trust=trust)[0]
-    if not has_weights(spec):
+    if not has_weights(spec) and not spec.startswith(PYTHON):
         LOG.warning("weights: random, because the name %s does not include weights", spec)
     second_pass.seed_host(0)  # every command has the same random weights, so that `search` can use the embeddings of `embed`
     with allow_remote_code(trust):

@@ -115,13 +115,15 @@ def classify(
     """Returns the zero-shot accuracy. The samples are distributed over ranks."""
     import torch
 
-    from megabatch_train.data.dataset import IMAGE
+    from megabatch_train.data.dataset import TEXT
     from megabatch_train.evaluation import classifier, embed, encode, zero_shot
     from megabatch_train.evaluation.embedding import read_or_none
     from megabatch_train.evaluation.evaluate import TEMPLATES
 
-    if dataset.sides[0] != IMAGE:
-        raise ValueError(f"--zero-shot needs data with images, got {dataset.sides[0]} and {dataset.sides[1]}")
+    if dataset.sides[0] == TEXT or dataset.sides[1] != TEXT:
+        raise ValueError(
+            f"--zero-shot needs data with images or recordings, and texts, got {dataset.sides[0]} and {dataset.sides[1]}"
+        )
     captions = [read_or_none(dataset, index, 1) for index in range(len(dataset))]
     names = list(commands.lines_of(args.classes)) if args.classes else sorted({text for text in captions if text is not None})
     duplicate = next((name for name, count in Counter(names).items() if count > 1), None)

@@ -133,11 +133,15 @@ class Mine:
     """Computes the embeddings of both sides, and writes the table as JSON lines. At the end it can convert them to Parquet."""
 
     def __init__(self, inputs: commands.ModelAndData, output: Path, args: argparse.Namespace) -> None:
-        from megabatch_train.data.dataset import IMAGE
+        from megabatch_train.data.dataset import IMAGE, TEXT
         from megabatch_train.evaluation import embedding
         from megabatch_train.evaluation.embedding import read_or_none
 
         self.inputs, self.dataset, self.output, self.args = inputs, inputs.dataset, output, args
+        if self.dataset.sides not in ((IMAGE, TEXT), (TEXT, TEXT)):
+            raise ValueError(
+                f"--data must have images and texts, or queries and documents, got {' and '.join(self.dataset.sides)}"
+            )
         self.work, self._warned = embedding.work_folder(output), False
         self.holds_images = output.suffix == ".parquet" and self.dataset.sides[0] == IMAGE
         if self.dataset.sides[0] == IMAGE and not self.holds_images:

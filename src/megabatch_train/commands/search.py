@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megabatch_train.data.dataset import Dataset
+    from megabatch_train.data.dataset import Audio, Dataset
     from megabatch_train.display.plots import Found, Shown
     from megabatch_train.display.tables import TextTable
     from megabatch_train.evaluation import embedding
@@ -33,7 +33,7 @@ LOG = logging.getLogger("megabatch")
 # ----------------------------------------------------------------------------------------------------------------------
 # `megabatch embed`: writes the embeddings of one side of the data to a NumPy or Parquet file.
 
-SIDES = ("images", "texts", "queries", "documents")
+SIDES = ("images", "texts", "queries", "documents", "audio", "first", "second")
 EMBED_DESCRIPTION = """
 Writes the embeddings of one side of the data. They are float32, have unit length, and keep the
 order of the data.
@@ -59,7 +59,9 @@ def add_embed_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_dim(parser)
     parser.add_argument("--output", required=True, metavar="FILE", help="file to write, with the suffix .npy or .parquet")
-    parser.add_argument("--side", choices=SIDES, help="side of the data to embed (default: images, or documents of text pairs)")
+    parser.add_argument(
+        "--side", choices=SIDES, help="side of the data to embed (default: images, audio, documents of text pairs, or first)"
+    )
 
 
 def run_embed(args: argparse.Namespace) -> int:
@@ -101,11 +103,12 @@ def run_embed(args: argparse.Namespace) -> int:
 
 
 def find_side(dataset: Dataset, name: str | None) -> int:
-    """Returns the index of the side with this name. The names are images and texts, or queries and documents."""
-    from megabatch_train.data.dataset import IMAGE
+    """Returns the index of the side with this name: images or audio and texts, queries and documents, or first and second."""
+    from megabatch_train.data.dataset import AUDIO, IMAGE, TEXT
 
-    sides = SIDES[:2] if dataset.sides[0] == IMAGE else SIDES[2:]
-    side = name or (sides[0] if dataset.sides[0] == IMAGE else sides[1])
+    names = {(IMAGE, TEXT): ("images", "texts"), (TEXT, TEXT): ("queries", "documents"), (AUDIO, TEXT): ("audio", "texts")}
+    sides = names.get(dataset.sides, ("first", "second"))
+    side = name or (sides[1] if dataset.sides[0] == TEXT else sides[0])
     if side not in sides:
         raise ValueError(f"--side must be {' or '.join(sides)} for this data, got {side}")
     return sides.index(side)
@@ -118,18 +121,19 @@ def sample(dataset: Dataset, index: int, side: int) -> dict[str, Any]:
     from megabatch_train.evaluation.embedding import read_or_none
 
     text = read_or_none(dataset, index, side if dataset.sides[side] == TEXT else 1)
+    text = text if isinstance(text, str) else None  # both sides can be values
     values = dict(zip(embedding.SAMPLE, (redact(dataset.name(index)), redact(dataset.place(index)), text), strict=True))
     # A path may contain half of a surrogate pair, which UTF-8 cannot encode.
     return {key: value and value.encode("utf-8", "backslashreplace").decode() for key, value in values.items()}
 
 
 def _identify(dataset: Dataset, index: int, side: int) -> Any:
-    """Returns a value that changes with the sample. For an image file it is path, size and date, so no file is read."""
-    from megabatch_train.data.dataset import IMAGE
+    """Returns a value that changes with the sample. For a file it is path, size and date, so no file is read."""
+    from megabatch_train.data.dataset import STORED_IN_FILES
     from megabatch_train.data.paths import is_url
     from megabatch_train.evaluation.embedding import read_stored_or_none
 
-    path = dataset.place(index) if dataset.sides[side] == IMAGE else None
+    path = dataset.place(index) if side == 0 and dataset.sides[0] in STORED_IN_FILES else None
     if path is None:
         return read_stored_or_none(dataset, index, side)
     if is_url(path):
@@ -144,10 +148,17 @@ def _identify(dataset: Dataset, index: int, side: int) -> Any:
 # ----------------------------------------------------------------------------------------------------------------------
 # `megabatch search`: prints the best matches of texts or images, and draws a contact sheet, or prints JSON.
 
-KINDS = {"images": "image", "texts": "text"}  # value of --among → kind of the side (`data.dataset`)
+KINDS = {
+    "images": "image",
+    "texts": "text",
+    "audio": "audio",
+    "values": "value",
+    "files": "file",
+}  # value of --among → kind of the side (`data.dataset`)
 SHEET = "found.png"
 SEARCH_DESCRIPTION = """
-Searches data for the best matches of queries. A query is a text or the path of an image.
+Searches data for the best matches of queries. A query is a text, or the path of an image or a
+recording.
 
   megabatch search runs/emoji "smiling cat" "red heart"     find images for texts
   megabatch search runs/emoji cat.png                       find texts for an image
@@ -170,12 +181,12 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch search`."""
     describe(parser, SEARCH_DESCRIPTION)
     add_model_arguments(parser)
-    parser.add_argument("queries", nargs="+", metavar="QUERY", help="text, or path of an image")
+    parser.add_argument("queries", nargs="+", metavar="QUERY", help="text, or path of an image or a recording")
     parser.add_argument("-k", type=int, default=8, help="number of matches per query (default: %(default)s)")
     parser.add_argument(
         "--among",
-        choices=("images", "texts"),
-        help="side of the data to search (default for texts: images or documents; for images: texts)",
+        choices=tuple(KINDS),
+        help="side of the data to search (default for texts: images, audio or documents; for images and audio: texts)",
     )
     add_dim(parser)
     parser.add_argument(
@@ -209,12 +220,12 @@ class Data:
 
     def side(self, kind: str) -> int:
         """Returns the side to search for queries of this kind. For pairs of texts it is the second side."""
-        from megabatch_train.data.dataset import IMAGE, TEXT
+        from megabatch_train.data.dataset import TEXT
         from megabatch_train.data.rows import ImageFolder
 
         sides = self.dataset.sides[:1] if isinstance(self.dataset, ImageFolder) else self.dataset.sides
         among = self.args.among
-        searched = KINDS[among] if among else IMAGE if IMAGE in sides and (kind == TEXT or TEXT not in sides) else TEXT
+        searched = KINDS[among] if among else sides[0] if kind == TEXT or TEXT not in sides else TEXT
         if searched not in sides:
             raise ValueError(f"--among must be a side of the data, {' or '.join(sides)}, got {searched}")
         return 1 if self.dataset.sides[1] == searched else 0
@@ -245,7 +256,7 @@ class Data:
         pictures = self._pictures = self._pictures or self.inputs.redraw(PICTURE)
         shown = pictures.sides.index(IMAGE) if IMAGE in pictures.sides else side
         sides = (read_or_none(pictures, match.index, which) for which in (shown, 1 - shown))
-        first, second = ("cannot be read" if value is None else value for value in sides)
+        first, second = (_show(value, pictures.name(match.index)) for value in sides)
         return Found(first, str(second), match.similarity)
 
 
@@ -263,9 +274,9 @@ class Embeddings:
 
     def chunks(self, side: int) -> Iterator[Tensor]:  # (n, D) each
         """Yields the embeddings. If several rows belong to one sample, all of them except the first become NaN."""
-        from megabatch_train.data.dataset import IMAGE
+        from megabatch_train.data.dataset import TEXT
 
-        key = "path" if self.saved.about["sides"][side] == IMAGE else "text"
+        key = "text" if self.saved.about["sides"][side] == TEXT else "path"
         earlier: set[str] = set()
         position = 0
         for chunk in self.saved.chunks():
@@ -323,7 +334,8 @@ def run_search(args: argparse.Namespace) -> int:
             [source.show(match, side) for match, side in row[: plots.MOST_MATCHES]] for row in results[: plots.MOST_QUERIES]
         ]
         title = f"{source.name}, searched with {args.model}"
-        plots.draw_sheet(sheet_path, queries[: len(sheet_rows)], sheet_rows, title=title, credits=source.credits)
+        shown = [_show(query, text) for query, text in zip(queries, args.queries, strict=True)]
+        plots.draw_sheet(sheet_path, shown[: len(sheet_rows)], sheet_rows, title=title, credits=source.credits)
     if sheet_path is not None and not args.json:
         is_cut = args.k > plots.MOST_MATCHES or len(queries) > plots.MOST_QUERIES
         tell(
@@ -334,6 +346,13 @@ def run_search(args: argparse.Namespace) -> int:
         message = f"{len(source.failures):,} samples could not be read; the first: {next(iter(source.failures.values()))}"
         tell(message, file=sys.stderr if args.json else sys.stdout)
     return 0
+
+
+def _show(value: Any, name: str) -> Shown:
+    """Returns an image or a text for the contact sheet. Other samples are shown by their names."""
+    import torch
+
+    return "cannot be read" if value is None else value if isinstance(value, str | torch.Tensor) else name
 
 
 def _tabulate(query: str, row: list[Match]) -> TextTable:
@@ -348,12 +367,12 @@ def _tabulate(query: str, row: list[Match]) -> TextTable:
     return TextTable(["", "match", *(["file"] if files else []), "similarity"], cells, query, names=(1, 2) if files else (1,))
 
 
-def find_matches(pair: Pair, source: Data | Embeddings, queries: list[Shown], k: int) -> list[list[tuple[Match, int]]]:
+def find_matches(pair: Pair, source: Data | Embeddings, queries: list[Any], k: int) -> list[list[tuple[Match, int]]]:
     """Returns the matches of each query, best first, with the side that was searched."""
-    from megabatch_train.data.dataset import IMAGE, TEXT
+    from megabatch_train.data.dataset import AUDIO, IMAGE, TEXT, Audio
     from megabatch_train.evaluation import encode, search
 
-    kinds = [TEXT if isinstance(query, str) else IMAGE for query in queries]
+    kinds = [TEXT if isinstance(query, str) else AUDIO if isinstance(query, Audio) else IMAGE for query in queries]
     results: dict[int, list[tuple[Match, int]]] = {}
     for kind in dict.fromkeys(kinds):
         numbers = [number for number, other in enumerate(kinds) if other == kind]
@@ -397,22 +416,25 @@ def _load_source(args: argparse.Namespace, device: torch.device) -> tuple[Pair, 
     return pair, Embeddings(saved)
 
 
-def _parse_query(text: str) -> Shown:
-    """Returns an image if the file exists, or else the text. Raises an error for an empty text, or for a missing image file."""
-    from megabatch_train.data import images
+def _parse_query(text: str) -> Shown | Audio:
+    """Returns the image or recording if the file exists, or else the text. An empty text and a missing file are errors."""
+    from megabatch_train.data import audio, images
     from megabatch_train.data.dataset import UnreadableSampleError
     from megabatch_train.data.rows import ENDINGS
 
     if not text.strip():
-        raise ValueError(f"QUERY must be a text or the path of an image, got {text!r}, which is empty")
+        raise ValueError(f"QUERY must be a text or the path of an image or a recording, got {text!r}, which is empty")
     path = Path(text)
+    is_audio = path.suffix.lower() in audio.ENDINGS
     if os.path.isfile(text):  # `Path.is_file` raises an error for a long name
         try:
+            if is_audio:
+                return audio.decode(audio.EncodedAudio(path.read_bytes(), text))
             return images.decode(images.EncodedImage(path.read_bytes(), text))
         except UnreadableSampleError as error:
-            raise ValueError(f"QUERY must be a text or an image that can be read: {error}") from error
-    if path.suffix.lower() in ENDINGS:
-        raise FileNotFoundError(f"QUERY must be a text or an image that exists, got {text!r}")
+            raise ValueError(f"QUERY must be a text, or an image or a recording that can be read: {error}") from error
+    if is_audio or path.suffix.lower() in ENDINGS:
+        raise FileNotFoundError(f"QUERY must be a text, or an image or a recording that exists, got {text!r}")
     return text
 
 

@@ -136,6 +136,7 @@ DATA_TOPIC = """
 
   pairs.csv                   a table with one pair per row (.csv, .tsv, .jsonl, .parquet), a folder
                               with a table, or a pattern such as "data/train-*.parquet"
+  tones.csv                   a table of recordings and texts, with the columns audio and caption
   photos/                     a folder with a caption file for each image (dog.jpg and dog.txt, or
                               dog.jpg and dog.json)
   flowers/                    one subfolder per class; the name of the subfolder is the caption
@@ -172,9 +173,12 @@ MODEL and --model name a pair of encoders (towers), for images and texts or for 
   open_clip:ViT-B-32@WEIGHTS      a model of open_clip with trained weights
   open_clip:FILE.json             a model of open_clip from its config file
   hf:NAME                         one transformers encoder with its weights, for both texts,
-                                  or a transformers model of images and texts, such as CLIP
+                                  or a transformers model of images and texts, such as CLIP,
+                                  or of recordings and texts (CLAP)
   hf:IMAGES+TEXTS                 two transformers encoders, for images and texts
   hf-config:FOLDER                like hf:NAME, but with random weights, from FOLDER/config.json
+  python:MODULE:FUNCTION          towers of your own, for any data: the result of a function, such
+                                  as python:package.module:build
   hf-config:IMAGES+TEXTS          like hf:IMAGES+TEXTS, but with random weights, from two folders
 
 Commands that use a trained model also accept:

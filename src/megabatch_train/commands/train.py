@@ -204,6 +204,7 @@ def run(args: argparse.Namespace) -> int:
     clock = StartClock()
     from megabatch.world import join_world
     from megabatch_train.data import loader
+    from megabatch_train.towers import custom
     from megabatch_train.towers.tower import allow_remote_code
     from megabatch_train.trainer import config as configs
     from megabatch_train.trainer.checkpoints import CheckpointError
@@ -224,6 +225,8 @@ def run(args: argparse.Namespace) -> int:
         _check_writable(folder, world, args.resume)
         folder = _lock_folder(folder, world, args, stack)
         count = configs.reader_count(config, world) if world.device.type == "cuda" else 0
+        if not any("model" in table for table in tables):
+            custom.check(config.model, folder)  # only the folder of the run names the model
         packages = ["megabatch_train.towers", *_packages_of(config.model)]
         started = stack.enter_context(loader.start_processes(count, packages))
         clock.end_phase("imports")
@@ -429,7 +432,9 @@ def _build_trainer(
 
 def _packages_of(model: str) -> Sequence[str]:
     """Returns the packages that a model needs, by the prefix of its name."""
-    return PACKAGES.get(model.partition(":")[0], ())
+    from megabatch_train.towers import custom
+
+    return custom.find_modules(model) or PACKAGES.get(model.partition(":")[0], ())
 
 
 def _log_problems(problems: Sequence[str]) -> None:

@@ -149,12 +149,32 @@ def text_id(text: str) -> int:
 # `usable` returns a mask of the pairs that the loss uses.
 
 
-IMAGE, TEXT = "image", "text"
+IMAGE, TEXT, AUDIO = "image", "text", "audio"
+VALUE, FILE = "value", "file"  # for towers of the user: the value of a table's column, and the contents of a file
+STORED_IN_FILES = (IMAGE, AUDIO, FILE)  # kinds whose column contains paths, URLs or the bytes of files
+MOST_REPLACEMENTS = 100  # number of samples that are tried to replace an unreadable sample without a blank
 BLANK_SIZE = 8  # pixels of the gray image that replaces an unreadable one; towers resize it
+BLANK_RATE = 8_000  # samples of the silence that replaces an unreadable recording, which takes one second
 
 
 class UnreadableSampleError(Exception):
     """A sample is missing or damaged. The run skips it."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """The contents of a file."""
+
+    data: bytes
+    name: str  # name for error messages
+
+
+@dataclass(frozen=True)
+class Audio:
+    """A recording with one channel."""
+
+    samples: Tensor  # (n,) float32, from −1 to 1
+    rate: int  # samples per second
 
 
 class Preparation(Protocol):
@@ -162,7 +182,7 @@ class Preparation(Protocol):
 
     @property
     def prepare(self) -> Callable[[Any, torch.Generator | None], Any]:
-        """Preprocesses one sample, and augments it if a generator is given. An image is (3, H, W) uint8, a text is a str."""
+        """Preprocesses one sample, and augments it if a generator is given. `Dataset.read` describes samples."""
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
@@ -192,14 +212,17 @@ class Dataset(ABC):
 
     @abstractmethod
     def read(self, index: int, side: int) -> Any:
-        """Reads one side (0 or 1) of a sample. Every call returns the same image as (3, H, W) uint8, or the same text as str.
+        """Reads one side (0 or 1) of a sample. Every call returns the same value.
+
+        An image is a (3, H, W) uint8 tensor, a text is a str, a recording is an `Audio`, a file is a `StoredFile`, and a
+        value is any object.
 
         Raises:
             UnreadableSampleError: the sample is missing or damaged. The message has the file name and the reason.
         """
 
     def read_stored(self, index: int, side: int) -> Any:
-        """Returns an image that is still encoded (`images.EncodedImage`), or else the result of `read`."""
+        """Returns an image or a recording that is still encoded (`StoredFile`), or else the result of `read`."""
         return self.read(index, side)
 
     @abstractmethod
@@ -377,17 +400,37 @@ class _Read:
     prepare: Callable[[Any, torch.Generator | None], Any]
     seed: int | None
 
-    def __call__(self, index: int, generator: torch.Generator) -> tuple[int, Any, _Failure | None]:
-        failure = None
+    def __call__(self, index: int, generator: torch.Generator) -> Any:
+        stand_in, failure = False, None
         try:
             sample = self.dataset.read(int(index), self.side)
         except UnreadableSampleError as error:
-            sample, failure = blank(self.dataset.sides[self.side]), _Failure(error)
-        if self.seed is None:
-            return index, self.prepare(sample, None), failure
+            sample, stand_in, failure = self._replacement(), True, _Failure(error)
         # The seed depends on the sample index, and not on the position in the batch.
-        generator.manual_seed(sample_seed(self.seed, int(index)))
-        return index, self.prepare(sample, generator), failure
+        own = None if self.seed is None else generator.manual_seed(sample_seed(self.seed, int(index)))
+        try:
+            prepared = self.prepare(sample, own)
+        except UnreadableSampleError as error:  # a tower of the user can refuse a sample
+            if stand_in:
+                raise
+            prepared, failure = self.prepare(self._replacement(), None), _Failure(error)
+        if isinstance(sample, Audio):  # the checksum of the recording, because features can depend on the number of threads
+            return Checked((index, prepared, failure), checksum(sample))
+        return index, prepared, failure
+
+    def _replacement(self) -> Any:
+        """Returns a blank, or the first sample that can be read and prepared, if the kind has no blank."""
+        kind, reason = self.dataset.sides[self.side], ""
+        if kind not in (VALUE, FILE):
+            return blank(kind)
+        for index in range(min(len(self.dataset), MOST_REPLACEMENTS)):
+            try:
+                sample = self.dataset.read(index, self.side)
+                self.prepare(sample, None)
+                return sample
+            except UnreadableSampleError as error:
+                reason = reason or str(error)
+        raise ValueError(f"one of the first {MOST_REPLACEMENTS} samples must be readable, got none: {reason}")
 
 
 @dataclass
@@ -441,5 +484,14 @@ def _note_failures(dataset: Dataset, samples: list[tuple[int, Any, _Failure | No
 
 
 def blank(kind: str) -> Any:
-    """Returns the replacement for an unreadable sample: a gray image or an empty text."""
+    """Returns the replacement for an unreadable sample: a gray image, a silent recording or an empty text."""
+    if kind == AUDIO:
+        return Audio(torch.zeros(BLANK_RATE), BLANK_RATE)
+    if kind in (VALUE, FILE):
+        raise ValueError(f"kind must be {IMAGE}, {AUDIO} or {TEXT}, which have blanks, got {kind}")
     return torch.full((3, BLANK_SIZE, BLANK_SIZE), 127, dtype=torch.uint8) if kind == IMAGE else ""
+
+
+def name_sides(sides: Sequence[str]) -> tuple[str, str]:
+    """Returns the names of two sides in metrics: the kinds, or "query" and "text" for two sides of one kind."""
+    return (sides[0], sides[1]) if sides[0] != sides[1] else ("query", "text")

@@ -21,6 +21,7 @@ from megabatch_train import names
 from megabatch_train.data import demo
 from megabatch_train.data.dataset import (
     IMAGE,
+    TEXT,
     Dataset,
     Part,
     Preparation,
@@ -210,7 +211,7 @@ def _split(dataset: Dataset, held: list[bool], fraction: float, largest: int) ->
     if not train or not test:
         why = ""
         if largest > 1:
-            what = "an image or a text" if IMAGE in dataset.sides else "a text"
+            what = {IMAGE: "an image or a text", TEXT: "a text"}.get(dataset.sides[0], f"a text or the same {dataset.sides[0]}")
             why = (
                 f"; {largest:,} samples share {what} with one another, directly or through other samples, and stay together, "
                 "so that none is in both parts. --validation names other data to evaluate on"

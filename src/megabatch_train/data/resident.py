@@ -13,7 +13,7 @@ from torch import Tensor
 from megabatch.cached.replay import sample_seed
 from megabatch.cached.sources import Source, Span, TensorSource
 from megabatch.cached.streaming import close_at_the_end, map_rows, tensors
-from megabatch_train.data.dataset import IMAGE, Dataset, Part, Preparation, first_places
+from megabatch_train.data.dataset import TEXT, Dataset, Part, Preparation, first_places
 from megabatch_train.data.images import CROP_NUMBERS, TrainingImages
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -94,12 +94,12 @@ class Resident(Part):
         self._kept: dict[int, _ResidentImages | _Fixed] = {}
         budget = _DeviceBuffers(limit)
         for side in sides:
-            preparation, images = preparations[side], dataset.sides[side] == IMAGE
+            preparation, images = preparations[side], dataset.sides[side] != TEXT
             training: Any = getattr(preparation, "training_images", None)
             if images and augment and training is None:
                 raise ValueError(
-                    "memory.resident must be 0 for a model whose workers augment images, or augment be false; models of "
-                    "open_clip and transformers are cropped on the device"
+                    "memory.resident must be 0 for a model whose workers augment samples, or augment be false; images for "
+                    "models of open_clip and transformers are cropped on the device"
                 )
             first, rows = self._distinct(side)
             prepared = partial(dataset.source, first, side, augment=False, workers=workers)

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import pickle
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,8 +19,18 @@ import torch
 from torch import Tensor
 
 from megabatch import extras, file_io
-from megabatch_train.data import images, paths
-from megabatch_train.data.dataset import Dataset, UnreadableSampleError, number_values
+from megabatch_train.data import audio, images, paths
+from megabatch_train.data.dataset import (
+    AUDIO,
+    FILE,
+    IMAGE,
+    TEXT,
+    VALUE,
+    Dataset,
+    StoredFile,
+    UnreadableSampleError,
+    number_values,
+)
 from megabatch_train.data.paths import Place, RemoteError, identity, read_file
 from megabatch_train.names import TABLES
 
@@ -104,6 +115,68 @@ def _copy(values: Iterable[Any], file: Path, what: str) -> dict[str, Any]:
             [0, *itertools.accumulate(map(len, names))], dtype=torch.int64
         ),  # entries i and i + 1 are start and end of name i
     }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values of columns: what one side of a pair can be, and values for towers of the user.
+
+LONGEST_VALUE = 60  # maximum number of characters of a value in a message
+_SURROGATE = re.compile("[\\ud800-\\udfff]")  # JSON can escape a single surrogate, but no encoding and no tokenizer accepts one
+FORMS: dict[str, type[StoredFile | images.EncodedImage]] = {
+    IMAGE: images.EncodedImage,
+    AUDIO: audio.EncodedAudio,
+    FILE: StoredFile,
+}
+
+
+def find_problem(value: Any, column: str, kind: str) -> str:
+    """Returns why a value cannot be one side of a pair; empty if it can."""
+    if not isinstance(value, str) or not value.strip():
+        description = "nothing" if value is None or value == "" else shorten(value)
+        if kind == VALUE:
+            return f"{column} must be a value, got {description}"
+        hint = f" (--columns image={column} reads images)" if kind == TEXT and isinstance(value, bytes | dict) else ""
+        return f"{column} must be a {'text' if kind == TEXT else 'path'}, got {description}{hint}"
+    if kind in (TEXT, VALUE) and _SURROGATE.search(value):
+        return f"{column} must be Unicode text, got half of a surrogate pair"
+    return ""
+
+
+def shorten(value: Any) -> str:
+    """Returns a value as it is shown in messages. Bytes can be an image, so only their number is shown."""
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes"
+    try:
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{key!r}: {shorten(entry)}' for key, entry in value.items())}}}"
+        text = repr(value)
+    except RecursionError:
+        return "a deeply nested value"
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
+
+
+class Values:
+    """Values of a column for towers of the user. A text is kept as it is, and any other value as pickled bytes."""
+
+    def __init__(self) -> None:
+        self._pickled: dict[str, bytes] = {}  # by digest
+
+    def put(self, value: Any) -> str | None:
+        """Stores a value. Returns the text, or a digest that equal values of one table share; None without a value."""
+        if value is None or isinstance(value, str):
+            return value
+        try:
+            data = pickle.dumps(value, protocol=5)
+        except RecursionError:  # nested too deeply
+            return None
+        key = hashlib.blake2b(data, digest_size=16).hexdigest()
+        self._pickled.setdefault(key, data)
+        return key
+
+    def get(self, key: str) -> Any:
+        """Returns a copy of the value."""
+        data = self._pickled.get(key)
+        return key if data is None else pickle.loads(data)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

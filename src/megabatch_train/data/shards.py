@@ -1,4 +1,4 @@
-"""webdataset shards as img2dataset writes them: tar files of images and captions, with random access, local or remote.
+"""webdataset shards as img2dataset writes them: tar files of images or recordings with captions, local or remote.
 
 The index of a shard has name, offset and size of each member. It is made once and cached. With it, samples can be read in any
 order, by any rank or worker, and again for a second pass. Indexes are memory-mapped, so all workers of a machine share them. A
@@ -21,21 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch_train.data import images
+from megabatch_train.data import audio, images
 from megabatch_train.data import paths as cache
-from megabatch_train.data.dataset import Dataset, ReadingProgress, UnreadableSampleError, text_id
+from megabatch_train.data.dataset import AUDIO, IMAGE, TEXT, Dataset, ReadingProgress, UnreadableSampleError, text_id
 from megabatch_train.data.paths import OpenFiles, Place, RemoteError, Url, check_regular, expand_pattern, identity
 from megabatch_train.data.rows import parse_json
 from megabatch_train.names import sanitize
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
+FIRST = (*IMAGES, *(ending.removeprefix(".") for ending in audio.ENDINGS))  # images and recordings
 TEXTS = ("txt", "json")  # the caption, or a JSON object of img2dataset with the key "caption"
-_FORMAT = 2  # version of the cached indexes
+_FORMAT = 3  # version of the cached indexes
 REMOTE_SHARDS = 16  # number of remote shards that are indexed at once
 
 
 class Shards(Dataset):
-    """Images and captions in tar files.
+    """Images and captions, or recordings and captions, in tar files.
 
     Args:
         shards: paths or URLs of tar files, or one pattern with `*` or braces, as in "s3://bucket/{00000..00099}.tar".
@@ -66,6 +67,11 @@ class Shards(Dataset):
             raise ValueError(
                 f"shards must have at least one sample, got none in {sanitize(repr(shards))}: {'; '.join(self.problems[:5])}"
             )
+        recordings = [bool((table["places"][:, 0, 2] >= len(IMAGES)).any()) for table in self._tables]
+        if any(recordings):
+            if not all(bool((table["places"][:, 0, 2] >= len(IMAGES)).all()) for table in self._tables):
+                raise ValueError("shards must have only images or only recordings, got both")
+            self.sides = (AUDIO, TEXT)
         self.groups = tuple(len(table["places"]) for table in self._tables)
         self._ends = list(itertools.accumulate(self.groups))
         self._folder, self._files = folder, OpenFiles()
@@ -79,15 +85,17 @@ class Shards(Dataset):
         return self._ends[-1]
 
     def read(self, index: int, side: int) -> Any:
-        """Returns the image or the caption."""
+        """Returns the image or the recording, or the caption."""
         stored = self.read_stored(index, side)
+        if isinstance(stored, audio.EncodedAudio):
+            return audio.decode(stored)
         return images.decode(stored) if side == 0 else stored
 
     def read_stored(self, index: int, side: int) -> Any:
-        """Returns the encoded image or the caption."""
+        """Returns the encoded image or recording, or the caption."""
         shard, row = self._find(index)
         offset, size, kind = self._tables[shard]["places"][row, side].tolist()
-        name = f"{self._name(shard, row)}.{(IMAGES, TEXTS)[side][kind]}"
+        name = f"{self._name(shard, row)}.{(FIRST, TEXTS)[side][kind]}"
         try:
             path = self.paths[shard]
             data = path.read(offset, size) if isinstance(path, Url) else self._files.read(path, offset, size)
@@ -97,7 +105,9 @@ class Shards(Dataset):
             raise UnreadableSampleError(f"{name} cannot be read: {error.strerror}") from error
         if len(data) < size:
             raise UnreadableSampleError(f"{name} must have {size} bytes, got {len(data)}: the shard has become shorter")
-        return images.EncodedImage(data, name) if side == 0 else _caption(data, TEXTS[kind], name)
+        if side == 0:
+            return images.EncodedImage(data, name) if self.sides[0] == IMAGE else audio.EncodedAudio(data, name)
+        return _caption(data, TEXTS[kind], name)
 
     def name(self, index: int) -> str:
         """Returns the name of the shard and the key of the sample."""
@@ -174,7 +184,7 @@ def _list_samples(path: Place, length: int) -> dict[str, Any]:
     keys, places = [], []
     for key, by_ending in members.items():
         chosen = []
-        for what, endings in (("image", IMAGES), ("caption", TEXTS)):
+        for what, endings in (("image or recording", FIRST), ("caption", TEXTS)):
             kind = next((number for number, ending in enumerate(endings) if ending in by_ending), None)
             if kind is None:
                 problems.append(f"sample {path.name}:{key} has no {what} ({' or '.join(endings)})")

@@ -14,8 +14,19 @@ import torch
 from torch import Tensor
 
 from megabatch import extras
-from megabatch_train.data import images
-from megabatch_train.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError, number_values, relate
+from megabatch_train.data import audio, images
+from megabatch_train.data.dataset import (
+    AUDIO,
+    FILE,
+    IMAGE,
+    STORED_IN_FILES,
+    TEXT,
+    VALUE,
+    Dataset,
+    UnreadableSampleError,
+    number_values,
+    relate,
+)
 from megabatch_train.data.paths import (
     OpenFiles,
     Place,
@@ -28,24 +39,30 @@ from megabatch_train.data.paths import (
     read_file,
 )
 from megabatch_train.data.rows import (
+    FORMS,
     CaptionedImages,
     Embedded,
     ParquetRows,
     Row,
     RowSource,
     TextRows,
+    Values,
+    find_problem,
     has_captions,
     number_rows,
+    shorten,
 )
 from megabatch_train.names import TABLES, sanitize
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The roles of a table's columns: image or query, text or document, hard negatives, label, score.
+# The roles of a table's columns: image, audio or query, text or document, hard negatives, label, score. For towers of the user,
+# each side can also be a value (the value of the column) or a file (its contents).
 #
 # A column is found by its usual name, or it is named by its role, as in `columns={"image": "file", "text": "description"}`.
 # Several columns of negatives are a list. An empty name means that the role has no column, as in `{…, "label": ""}`.
 
 IMAGE_COLUMNS = ("image", "image_path", "filepath", "file_name", "filename", "path")
+AUDIO_COLUMNS = ("audio", "audio_path")
 TEXT_COLUMNS = ("caption", "text", "title", "sentence", "raw_caption")
 LABEL_COLUMNS = ("label", "class", "category")
 PAIR_COLUMNS = (
@@ -57,7 +74,8 @@ PAIR_COLUMNS = (
     ("sentence1", "sentence2"),
 )
 
-FIRST_ROLES, SECOND_ROLES = ("image", "query"), ("text", "document")
+FIRST_ROLES = {"image": IMAGE, "query": TEXT, "audio": AUDIO, "value": VALUE, "file": FILE}  # kind of each role
+SECOND_ROLES = {"text": TEXT, "document": TEXT, "second_value": VALUE, "second_file": FILE}
 NEGATIVE, LABEL, SCORE = "negative", "label", "score"
 SCORE_COLUMNS = ("score", "similarity_score", "similarity")
 Named = Mapping[str, str | Sequence[str]]  # names of columns by role
@@ -68,7 +86,7 @@ class Columns(NamedTuple):
     """The names of columns by role."""
 
     pair: tuple[str, str]
-    texts: bool  # whether both sides are texts
+    kinds: tuple[str, str]  # of both sides
     negatives: tuple[str, ...]
     label: str | None
     score: str | None
@@ -83,31 +101,40 @@ class Columns(NamedTuple):
 def choose(columns: Named | Sequence[str] | None, names: list[str], table: str) -> Columns:
     """Returns the columns of the table. If negatives, label and score are not named, they are found by their usual names."""
     if columns is None:
-        pair, texts = _usual_columns(names, table)
-        return _complete(pair, texts, {}, names)
+        pair, first = _usual_columns(names, table)
+        return _complete(pair, (first, TEXT), {}, names)
     by_role = _by_role(columns)
     unknown = [role for role in by_role if role not in (*FIRST_ROLES, *SECOND_ROLES, NEGATIVE, LABEL, SCORE)]
     sides = [[role for role in roles if role in by_role] for roles in (FIRST_ROLES, SECOND_ROLES)]
     several = [role for role, given in by_role.items() if role != NEGATIVE and len(given) > 1]
     if unknown or several or any(len(roles) != 1 or not by_role[roles[0]] for roles in sides):
-        raise ValueError(f"columns must be image=NAME text=NAME or query=NAME document=NAME, got {_describe_columns(by_role)}")
+        raise ValueError(
+            "columns must be image=NAME text=NAME or query=NAME document=NAME, or another one of "
+            f"{', '.join(FIRST_ROLES)} and one of {', '.join(SECOND_ROLES)}, got {_describe_columns(by_role)}"
+        )
     missing = [name for given in by_role.values() for name in given if name not in names]
     if missing:
         raise ValueError(f"{table} has no column {' and no column '.join(missing)}; it has {', '.join(names) or 'none'}")
     pair = by_role[sides[0][0]][0], by_role[sides[1][0]][0]
     if pair[0] == pair[1]:
         raise ValueError(f"columns must name two columns of pairs, got {pair[0]} twice: {_describe_columns(by_role)}")
-    return _complete(pair, sides[0][0] == "query", by_role, [name for name in names if name not in pair])
+    kinds = FIRST_ROLES[sides[0][0]], SECOND_ROLES[sides[1][0]]
+    return _complete(pair, kinds, by_role, [name for name in names if name not in pair])
 
 
-def _complete(pair: tuple[str, str], texts: bool, by_role: Mapping[str, tuple[str, ...]], names: list[str]) -> Columns:
+def _complete(
+    pair: tuple[str, str], kinds: tuple[str, str], by_role: Mapping[str, tuple[str, ...]], names: list[str]
+) -> Columns:
     """Adds negatives, label and score to the columns of the pair, as they are named or else by their usual names."""
-    negatives = tuple(name for name in names if _NEGATIVES.fullmatch(name.lower()))
+    negatives = tuple(name for name in names if _NEGATIVES.fullmatch(name.lower())) if kinds[1] == TEXT else ()
     label, score = (
         next(iter(by_role.get(role, [name for name in usual if name in names])), None)
         for role, usual in ((LABEL, LABEL_COLUMNS), (SCORE, SCORE_COLUMNS))
     )
-    return Columns(pair, texts, by_role.get(NEGATIVE, negatives), label, score)
+    negatives = by_role.get(NEGATIVE, negatives)
+    if negatives and kinds[1] != TEXT:
+        raise ValueError(f"columns must not name negatives, which are texts, for a second side of the kind {kinds[1]}")
+    return Columns(pair, kinds, negatives, label, score)
 
 
 def _by_role(columns: Named | Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -127,20 +154,23 @@ def _describe_columns(by_role: Mapping[str, tuple[str, ...]]) -> str:
     return " ".join(f"{role}={name}" for role, given in by_role.items() for name in given or ("",))
 
 
-def _usual_columns(names: list[str], table: str) -> tuple[tuple[str, str], bool]:
-    """Returns the two columns, and whether both contain texts."""
+def _usual_columns(names: list[str], table: str) -> tuple[tuple[str, str], str]:
+    """Returns the two columns, and the kind of the first one."""
     for pair in PAIR_COLUMNS:
         if set(pair) <= set(names):
-            return pair, True
+            return pair, TEXT
     image = next((name for name in IMAGE_COLUMNS if name in names), None)
     text = next((name for name in TEXT_COLUMNS if name in names), None)
+    recording = next((name for name in AUDIO_COLUMNS if name in names and "image" not in names), None)
+    if recording is not None and text is not None:
+        return (recording, text), AUDIO
     if image is None or text is None:
         first, second = [*names, "NAME", "NAME"][:2]
         raise ValueError(
             f"{table} has the columns {', '.join(names) or '(none)'}. Name the columns to use: --columns image={first} "
             f"text={second} for images and texts, --columns query={first} document={second} for texts"
         )
-    return (image, text), False
+    return (image, text), IMAGE
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -152,9 +182,6 @@ def _usual_columns(names: list[str], table: str) -> tuple[tuple[str, str], bool]
 #
 # Rows that share an image or a caption are not each other's negatives. `Columns` has the roles of columns, and rows.py reads
 # the rows.
-
-
-LONGEST_VALUE = 60  # maximum number of characters of a value in a message
 
 
 class Table(Dataset):
@@ -193,10 +220,11 @@ class Table(Dataset):
         chosen = choose(columns, names, sources[0].name)
         self.columns = chosen
         self.negative_columns, self.label_column, self.score_column = chosen.negatives, chosen.label, chosen.score
-        self.sides = (TEXT if (chosen.texts if texts is None else texts) else IMAGE, TEXT)
+        self.sides = chosen.kinds if texts is None else (TEXT if texts else IMAGE, TEXT)
         self._first: list[str] = []  # texts, paths, or digests of images that are stored in the table
         self._second: list[str] = []
-        self._embedded: dict[str, Embedded] = {}  # images by digest
+        self._embedded: dict[str, Embedded] = {}  # images and other files by digest
+        self._values = Values()
         self._files = OpenFiles()
         self._negatives: list[str] = []  # negatives of all rows, in order
         self._negative_ends: list[int] = []  # end of the negatives of each row
@@ -204,7 +232,7 @@ class Table(Dataset):
         self._unlabeled: list[int] = []  # rows without a label
         self._score_list: list[float] = []
         for source in sources:
-            for row in source.rows(chosen.all, chosen.pair[0] if self.sides[0] == IMAGE else None):
+            for row in source.rows(chosen.all, chosen.pair[0] if self.sides[0] in STORED_IN_FILES else None):
                 self._add(source, row, chosen.pair)
         if not self._first:
             raise self._without_pairs(self.problems)
@@ -219,22 +247,24 @@ class Table(Dataset):
         return len(self._first)
 
     def read(self, index: int, side: int) -> Any:
-        """Returns the image or the text."""
+        """Returns the image, the text, or another sample (`Dataset.read`)."""
         stored = self.read_stored(index, side)
+        if isinstance(stored, audio.EncodedAudio):
+            return audio.decode(stored)
         return images.decode(stored) if isinstance(stored, images.EncodedImage) else stored
 
     def read_stored(self, index: int, side: int) -> Any:
-        """Returns the encoded image or the text."""
+        """Returns the encoded image, or the text, or another sample as it is stored."""
         if index >= len(self) and side == 1:
             return self._negatives[index - len(self)]
         value = (self._first, self._second)[side][self.check(index)]
-        if self.sides[side] == TEXT:
-            return value
-        file = self._file(value)
+        if self.sides[side] not in STORED_IN_FILES:
+            return value if self.sides[side] == TEXT else self._values.get(value)
+        file, form = self._file(value), FORMS[self.sides[side]]
         try:
             if (inside := self._embedded.get(value)) is not None:
-                return images.EncodedImage(self._files.read(inside.file, inside.offset, inside.size), inside.name)
-            return images.EncodedImage(read_file(file), str(file))
+                return form(self._files.read(inside.file, inside.offset, inside.size), inside.name)
+            return form(read_file(file), str(file))
         except RemoteError:
             raise
         except OSError as error:
@@ -248,9 +278,9 @@ class Table(Dataset):
         return value if value not in self._embedded else self._embedded[value].name
 
     def place(self, index: int) -> str | None:
-        """Returns the URL or path of the image, including the folder; None for texts and for images inside the table."""
+        """Returns the URL or path of the image or file, including the folder; None for texts and for files inside the table."""
         value = self._first[self.check(index)]
-        if self.sides[0] == TEXT or value in self._embedded:
+        if self.sides[0] not in STORED_IN_FILES or value in self._embedded:
             return None
         file = self._file(value)
         return file.address if isinstance(file, Url) else str(file)
@@ -258,7 +288,7 @@ class Table(Dataset):
     def key(self, index: int, side: int) -> str:
         """Returns the text, the path or URL of the image, or the digest of an image inside the table."""
         value = (self._first, self._second)[side][self.check(index)]
-        return value if side == 1 or self.sides[0] == TEXT or value in self._embedded else str(self.place(index))
+        return value if side == 1 else self.place(index) or value
 
     def _file(self, name: str) -> Place:
         return place(name) if is_url(name) else self.root / name
@@ -284,7 +314,7 @@ class Table(Dataset):
 
     def scores(self) -> Tensor | None:  # (samples,) float64
         """Returns the scores of the rows, NaN where the column has no number; None without a column of scores."""
-        return None if self.score_column is None or self.sides[0] == IMAGE else self._scores
+        return None if self.score_column is None or self.sides[0] != TEXT else self._scores
 
     def negative_count(self, index: int) -> int:
         """Returns the number of hard negatives of a sample."""
@@ -347,10 +377,12 @@ class Table(Dataset):
         pair = []
         for column, kind in zip(columns, self.sides, strict=True):
             value: Any = values.get(column)
-            if kind == IMAGE and isinstance(value, Embedded):
+            if kind in STORED_IN_FILES and isinstance(value, Embedded):
                 self._embedded.setdefault(value.digest, value)
                 value = value.digest
-            problem = problem or _problem_with(value, column, kind)
+            elif kind == VALUE:
+                value = self._values.put(value)
+            problem = problem or find_problem(value, column, kind)
             pair.append(value)
         if problem:
             self.problems.append(_describe_problem(source, row, problem))
@@ -371,46 +403,19 @@ class Table(Dataset):
                 self._score_list.append(math.nan)
 
 
-def _problem_with(value: Any, column: str, kind: str) -> str:
-    """Returns why a value cannot be one side of a pair; empty if it can."""
-    if not isinstance(value, str) or not value.strip():
-        description = "nothing" if value is None or value == "" else _short(value)
-        hint = f" (--columns image={column} reads images)" if kind == TEXT and isinstance(value, bytes | dict) else ""
-        return f"{column} must be a {'text' if kind == TEXT else 'path'}, got {description}{hint}"
-    if kind == TEXT and _SURROGATE.search(value):
-        return f"{column} must be Unicode text, got half of a surrogate pair"
-    return ""
-
-
 def _texts(source: RowSource, row: Row, column: str) -> list[str]:
     """Returns the text or the list of texts in a cell, without empty texts."""
     value = (row.values or {}).get(column)
     entries = value if isinstance(value, list | tuple) else [value]
     wrong = next((entry for entry in entries if entry is not None and not isinstance(entry, str)), None)
     if wrong is not None:
-        problem = _describe_problem(source, row, f"{column} must be a text or a list of texts, got {_short(wrong)}")
+        problem = _describe_problem(source, row, f"{column} must be a text or a list of texts, got {shorten(wrong)}")
         raise ValueError(f"{problem}; --columns … {NEGATIVE}= (without a name) reads only the pairs")
     return [entry.strip() for entry in entries if entry is not None and entry.strip()]
 
 
 def _describe_problem(source: RowSource, row: Row, problem: str) -> str:
     return f"{source.name}, row {row.number}: {problem}"
-
-
-def _short(value: Any) -> str:
-    """Returns a value as it is shown in messages. Bytes can be an image, so only their number is shown."""
-    if isinstance(value, bytes):
-        return f"{len(value):,} bytes"
-    try:
-        if isinstance(value, dict):
-            return f"{{{', '.join(f'{key!r}: {_short(entry)}' for key, entry in value.items())}}}"
-        text = repr(value)
-    except RecursionError:
-        return "a deeply nested value"
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
-
-
-_SURROGATE = re.compile("[\\ud800-\\udfff]")  # JSON can escape a single surrogate, but no encoding and no tokenizer accepts one
 
 
 def _sources(spec: str | Path, encoding: str) -> list[RowSource]:
@@ -535,8 +540,8 @@ class HubRows:
     def _read(self, columns: list[str]) -> Iterator[dict[str, Any]]:
         data = self._data.select_columns(columns).with_format(None)
         for name, feature in data.features.items():
-            if isinstance(feature, self._library.Image):
-                data = data.cast_column(name, self._library.Image(decode=False))
+            if isinstance(feature, self._library.Image | self._library.Audio):
+                data = data.cast_column(name, type(feature)(decode=False))
         named = {
             name: feature.int2str for name, feature in data.features.items() if isinstance(feature, self._library.ClassLabel)
         }

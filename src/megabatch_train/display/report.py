@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megabatch import extras, file_io
 from megabatch_train.data import load as data
-from megabatch_train.data.dataset import IMAGE, Dataset
+from megabatch_train.data.dataset import TEXT, Dataset
 from megabatch_train.data.images import to_pillow
 from megabatch_train.display import plots, tables
 from megabatch_train.display.observers import REPORT
@@ -228,6 +228,8 @@ def gallery(model: Pair | Evaluated, dataset: Dataset, drawn: Dataset, queries: 
         drawn: the same samples for display, whose images can be larger.
         queries: texts to search for first.
     """
+    if dataset.sides[1] != TEXT:
+        raise ValueError(f"dataset must have texts on its second side, got {dataset.sides[1]}s")
     side = choose_side(dataset)
     candidates = _images(dataset) if side == 0 else _documents(dataset)
     if not candidates.samples:
@@ -275,7 +277,7 @@ def _embed_candidates(
 
 def choose_side(dataset: Dataset) -> int:
     """Returns the side in which a text query searches, which is the images, or the documents if both sides are texts."""
-    return 0 if dataset.sides[0] == IMAGE else 1
+    return 0 if dataset.sides[0] != TEXT else 1
 
 
 def _rank(similarities: Tensor, correct: list[int]) -> int:  # (M,)
@@ -314,7 +316,9 @@ def _match(drawn: Dataset, side: int, index: int, score: float, is_correct: bool
     shown, query = read_or_none(drawn, index, side), read_or_none(drawn, index, 1 - side)
     if shown is None or query is None:
         return None
-    return Found(shown, query if drawn.sides[side] == IMAGE else drawn.name(index), score, is_correct)
+    if not isinstance(shown, str | Tensor):  # recordings and values are shown by their names
+        shown = drawn.name(index)
+    return Found(shown, query if drawn.sides[side] != TEXT else drawn.name(index), score, is_correct)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from megabatch.cached.streaming import map_rows
 from megabatch.cached.tower import call
 from megabatch.tiles.block import accumulator_dtype, windows
 from megabatch.tiles.sums import MAX_K, Best
-from megabatch_train.data.dataset import Dataset, ReadingProgress, UnreadableSampleError, blank
+from megabatch_train.data.dataset import FILE, VALUE, Dataset, ReadingProgress, UnreadableSampleError, blank
 from megabatch_train.towers import Pair
 from megabatch_train.towers.tower import Tower, use_evaluation_mode
 
@@ -66,7 +66,7 @@ def embed_chunks(
     chosen = range(len(dataset)) if indices is None else indices
     source = dataset.source(chosen, side, tower, augment=False, workers=workers)
     spans = [(part.start, part.stop) for part in windows(len(chosen), chunk_size)]
-    progress = ReadingProgress(f"{tower.kind}s embedded", len(chosen))
+    progress = ReadingProgress(f"{tower.plural} embedded", len(chosen))
     for (_, done), inputs in zip(spans, source.chunks(spans, device_of(tower.module)), strict=True):
         with use_evaluation_mode(tower.module):
             embeddings = call(tower.module, inputs)
@@ -105,7 +105,10 @@ def truncate(towers: Sequence[Tower], dim: int) -> int:
     Returns:
         The full dimension.
     """
-    full = min(encode(tower, [blank(tower.kind)]).shape[1] for tower in towers)
+    blanks = [tower for tower in towers if tower.kind not in (VALUE, FILE)]
+    if not blanks:
+        raise ValueError(f"dim needs a tower of texts, images or recordings, got towers of {towers[0].kind}s, got dim {dim}")
+    full = min(encode(tower, [blank(tower.kind)]).shape[1] for tower in blanks)
     if not 1 <= dim <= full:
         raise ValueError(f"dim must be from 1 to {full}, the embedding dimension, got {dim}")
     if dim < full:
@@ -377,7 +380,7 @@ class Stored:
     def fill(self, tower: Tower, dataset: Dataset, side: int, *, chunk_size: int, workers: int | Executor) -> None:
         """Embeds the samples that are not in the file yet, as `embed` does. The rows of unreadable samples are NaN."""
         if self.done:
-            LOG.info("%s of %s %ss are embedded already", f"{self.done:,}", f"{self.total:,}", tower.kind)
+            LOG.info("%s of %s %s are embedded already", f"{self.done:,}", f"{self.total:,}", tower.plural)
         rest = range(self.done, self.total)
         if not rest:
             return

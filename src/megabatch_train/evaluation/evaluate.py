@@ -1,7 +1,7 @@
 """Evaluation: recall and retrieval ranks with their chance level, zero-shot accuracy, and correlation with scores."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from megabatch.losses import clip_loss
 from megabatch.pairwise import PairRanks
 from megabatch.primitives import RankedEntries, accumulator_dtype, execution, matching_products, rank
 from megabatch.world import World
-from megabatch_train.data.dataset import Dataset, first_places
+from megabatch_train.data.dataset import Dataset, first_places, name_sides
 from megabatch_train.evaluation.embedding import device_of, embed
 from megabatch_train.towers.tower import Pair
 
@@ -177,6 +177,11 @@ RECALLS = (1, 5, 10)
 HEADLINES = ("text_to_image_R@1", "query_to_text_R@1")  # recall@1 of a search by text
 
 
+def find_headline(result: Mapping[str, float]) -> str:
+    """Returns the metric that selects the best weights: recall@1 of a search by text, or by the second side."""
+    return next((key for key in HEADLINES if key in result), [key for key in result if key.endswith("_R@1")][-1])
+
+
 def retrieval(
     image: Tensor,  # (N, D)
     text: Tensor,  # (M, D)
@@ -199,7 +204,7 @@ def retrieval(
         pairs: (P,), (P,) the rows of `image` and of `text` that belong together, if texts can have several images too. Every
             row occurs at least once, and the best match counts. With a group, these are the pairs of all ranks, and rows are
             counted over all ranks.
-        names: names of the two sides, as in "image_to_text_R@1".
+        names: names of the two sides, as in "image_to_text_R@1" (`name_sides`).
         group: process group that the data is sharded over (default: no sharding). All ranks get the same result.
         backend: backend of `pairwise_rank`.
     """
@@ -396,7 +401,7 @@ def evaluate(
     chosen = pairs.item_samples, pairs.document_samples
     if keep is not None and 4 * sum(map(len, chosen)) * sides[0].shape[1] <= KEPT_BYTES:
         keep(Evaluated(dataset, chosen, tuple(world.gather_rows(rows).cpu() for rows in sides)))
-    names = ("image", "text") if dataset.sides[0] != dataset.sides[1] else ("query", "text")
+    names = name_sides(dataset.sides)
     matches = None if one_to_one else (pairs.items.to(world.device), pairs.documents.to(world.device))
     with torch.autocast(world.device.type, enabled=False):
         result = retrieval(*sides, pairs=matches, names=names, group=group)

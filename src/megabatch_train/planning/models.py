@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megabatch import extras
-from megabatch_train.names import MODELS
+from megabatch_train.names import MODELS, PYTHON
 from megabatch_train.planning.gpus import STAND_IN, number
 from megabatch_train.towers.lora import store_frozen
 from megabatch_train.towers.small import SmallConfig, SmallImageTower, SmallTextTower
@@ -207,6 +207,11 @@ def model(
     """
     if lora and not spec.startswith(("hf:", "hf-config:", "open_clip:")):
         raise ValueError(f'lora must not be set for models other than "hf:" and "open_clip:", got {lora} for {spec!r}')
+    if spec.startswith(PYTHON):
+        raise ValueError(
+            f"a plan needs the sizes of the inputs, which {spec!r} does not describe. `megabatch train` measures the memory of "
+            "the towers and chooses the chunk size"
+        )
     family, _, name = spec.partition(":")
     with torch.device("meta"), _offline():
         if spec == "small":
@@ -304,6 +309,9 @@ def _huggingface(spec: str, image_size: int | None, length: int | None, lora: in
 
     configs = read_configs(spec)
     of_images, of_texts = getattr(configs[0], "vision_config", configs[0]), getattr(configs[-1], "text_config", configs[-1])
+    of_audio = getattr(configs[0], "audio_config", None) if of_images is configs[0] else None
+    if of_audio is not None and image_size is not None:
+        raise ValueError(f"image_size must not be set for {spec!r}, which encodes recordings, got {image_size}")
     if of_images is not of_texts and image_size is not None:
         of_images.image_size = image_size
     most = getattr(of_texts, "max_position_embeddings", None)
@@ -315,14 +323,18 @@ def _huggingface(spec: str, image_size: int | None, length: int | None, lora: in
     height, width = height_and_width(of_images)
 
     def images(n: int) -> dict[str, Tensor]:
-        return {"pixel_values": torch.zeros(n, 3, height, width)}
+        if of_audio is None:
+            return {"pixel_values": torch.zeros(n, 3, height, width)}
+        # The model stretches shorter recordings to this number of frames.
+        bins, channels = of_audio.num_mel_bins, 4 if of_audio.enable_fusion else 1
+        return {"input_features": torch.zeros(n, channels, of_audio.spec_size**2 // bins, bins)}
 
     def texts(n: int) -> dict[str, Tensor]:
         return {"input_ids": _ids(n, tokens), "attention_mask": torch.ones(n, tokens, dtype=torch.int64)}
 
     if len(encoders) == 1 and not of_pair:
         return ModelSide("first", encoders[0], texts), ModelSide("second", encoders[0], texts)
-    return ModelSide("image", encoders[0], images), ModelSide("text", encoders[-1], texts)
+    return ModelSide("image" if of_audio is None else "audio", encoders[0], images), ModelSide("text", encoders[-1], texts)
 
 
 def _freeze_unused(sides: tuple[ModelSide, ModelSide]) -> None:

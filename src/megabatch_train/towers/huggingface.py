@@ -12,7 +12,6 @@ model, and if the folder has no tokenizer, words are hashed into the vocabulary.
 import copy
 import inspect
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,6 +26,8 @@ from torch import Tensor, nn
 from megabatch import extras
 from megabatch.cached.second_pass import parameters_in
 from megabatch.cached.sources import from_mask
+from megabatch_train.data.audio import AudioInputs
+from megabatch_train.data.dataset import AUDIO, blank
 from megabatch_train.towers import sentence_transformer
 from megabatch_train.towers.huggingface_inputs import (
     HashedWords,
@@ -36,9 +37,12 @@ from megabatch_train.towers.huggingface_inputs import (
     attends_to_padding,
     count_positions,
     divide_into_patches,
-    images_of,
+    fix_batch_norms,
     longest,
+    media_of,
     part_of,
+    read_scale,
+    takes_audio,
     texts_of,
 )
 from megabatch_train.towers.lora import ADAPTER_WEIGHTS, check_targets, inject, quantization_options
@@ -71,6 +75,7 @@ from megabatch_train.towers.tower import (
 
 LOG = logging.getLogger("megabatch")
 PAIR_DIM = 512  # embedding dimension of two encoders, as in CLIP
+PATCH_KEYS = ("pixel_values", "pixel_attention_mask", "spatial_shapes")  # inputs of a model that takes patches
 PURPOSE = "A transformers encoder"
 OPTIONS = ("max_length", "pooling", "include_prompt", "packed")  # options of texts
 
@@ -99,15 +104,16 @@ class ImageEncoder(nn.Module):
 
 
 class PairEncoder(nn.Module):
-    """A transformers model of images and texts that encodes one side at a time, with the projections of the model.
+    """A transformers model of images or audio and texts that encodes one side at a time, with the projections of the model.
 
-    The model has `get_image_features` and `get_text_features`, such as `CLIPModel` and `SiglipModel`.
+    The model has `get_image_features` or `get_audio_features`, and `get_text_features`, such as `CLIPModel` and `ClapModel`.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model: Any = model
-        vision, options = getattr(model, "vision_model", None), inspect.signature(model.get_image_features).parameters
+        vision = getattr(model, "vision_model", None)
+        options = {} if takes_audio(model) else inspect.signature(model.get_image_features).parameters
         self.takes_patches = "spatial_shapes" in options  # as in Siglip2Model
         self.tokens = tokens_of_huggingface(vision) if hasattr(vision, "config") else None
         self._interpolates = "interpolate_pos_encoding" in options
@@ -120,8 +126,9 @@ class PairEncoder(nn.Module):
         input_ids: Tensor | None = None,  # (n, T)
         attention_mask: Tensor | None = None,  # (n, T)
         kept_patches: Tensor | None = None,  # (n, kept)
+        input_features: Tensor | None = None,  # (n, channels, frames, bins)
     ) -> Tensor:  # (n, D)
-        """Returns embeddings of images or of texts, of unit length.
+        """Returns embeddings of images, recordings or texts, of unit length.
 
         Args:
             pixel_values: images. They are divided into patches if the model takes patches.
@@ -130,10 +137,14 @@ class PairEncoder(nn.Module):
             input_ids: tokens.
             attention_mask: 1 for tokens and 0 for padding, or None if the model attends to padding.
             kept_patches: the numbers of the patches of each image to keep, or None for all patches.
+            input_features: recordings, as `AudioInputs` prepares them.
         """
-        if (pixel_values is None) == (input_ids is None):
-            raise ValueError("pixel_values or input_ids must be given, and not both")
-        if pixel_values is None:
+        if sum(value is not None for value in (pixel_values, input_ids, input_features)) != 1:
+            raise ValueError("one of pixel_values, input_ids and input_features must be given")
+        if input_features is not None:
+            is_longer = torch.zeros(len(input_features), 1, dtype=torch.bool, device=input_features.device)
+            features = self.model.get_audio_features(input_features.to(self.model.dtype), is_longer=is_longer)
+        elif pixel_values is None:
             features = self.model.get_text_features(input_ids=input_ids, attention_mask=attention_mask)
         else:
             inputs: dict[str, Any] = {"pixel_values": pixel_values.to(self.model.dtype)}
@@ -150,8 +161,8 @@ class PairEncoder(nn.Module):
 
 
 def is_pair(model: Any) -> bool:
-    """Returns whether a transformers model encodes images and texts separately."""
-    return all(hasattr(model, f"get_{kind}_features") for kind in ("image", "text"))
+    """Returns whether a transformers model encodes images (or recordings) and texts separately."""
+    return hasattr(model, "get_text_features") and (hasattr(model, "get_image_features") or takes_audio(model))
 
 
 def load(name: str, lora: LoraConfig | None = None, sizes: TokenSizes = AS_STORED) -> Pair:
@@ -361,7 +372,7 @@ class _ModelParts:
 
     model: Any
     texts: Callable[[], TokenInputs | HashedWords]
-    images: Callable[[], ImageInputs]
+    images: Callable[[], ImageInputs | AudioInputs]
     layers: Sequence[LayerConfig] = ()  # layers after the pooling of texts
     weights: Mapping[str, Tensor] | None = None  # weights of the layers
 
@@ -407,9 +418,7 @@ def _download(name: str, lora: LoraConfig | None, sentences: SentenceModel | Non
         lambda: TokenInputs(
             transformers.AutoTokenizer.from_pretrained(name, **options), longest(part_of(model.config, "text"))
         ),
-        lambda: ImageInputs(
-            part_of(model.config, "vision"), transformers.AutoImageProcessor.from_pretrained(name, **options), made_for
-        ),
+        lambda: media_of(model, name, options, made_for),
         *(() if sentences is None else (sentences.layers, sentences.weights)),
     )
 
@@ -440,7 +449,7 @@ def _build_from_config(folder: Path, lora: LoraConfig | None, layers: Sequence[L
     return _ModelParts(
         model,
         lambda: texts_of(part_of(config, "text"), folder),
-        lambda: images_of(part_of(config, "vision"), folder, made_for),
+        lambda: media_of(model, folder, {"local_files_only": True, "trust_remote_code": allows_remote_code()}, made_for),
         layers,
     )
 
@@ -495,9 +504,12 @@ def _pair_of_one_model(parts: _ModelParts, name: str, lora: LoraConfig | None) -
         )
     encoder = PairEncoder(model)
     texts.longest = texts.limit_to(count_positions(model))
-    if encoder.takes_patches:
-        images.keys = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
-    pixels = {"pixel_values": torch.zeros(1, 3, *images.size)}
+    if isinstance(images, AudioInputs):
+        fix_batch_norms(model)
+        pixels = images.collate([images.prepare(blank(AUDIO), None)])
+    else:
+        images.keys = PATCH_KEYS if encoder.takes_patches else images.keys
+        pixels = {"pixel_values": torch.zeros(1, 3, *images.size)}
     try:
         with torch.no_grad(), use_evaluation_mode(encoder):
             if attends_to_padding(encoder, texts):
@@ -505,25 +517,24 @@ def _pair_of_one_model(parts: _ModelParts, name: str, lora: LoraConfig | None) -
             tokens = texts.collate(["a"])
             same_dim = encoder(**pixels).shape[1:] == encoder(**tokens).shape[1:]
     except Exception as error:  # a model with other inputs can raise any error
+        media, reason = (
+            "audio" if isinstance(images, AudioInputs) else "image",
+            (str(error) or type(error).__name__).splitlines(),
+        )
         raise ValueError(
-            f"{name} must have get_image_features and get_text_features that take pixel_values and input_ids, got an error of "
-            f"{type(model).__name__}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"{name} must have get_{media}_features and get_text_features that take {next(iter(pixels))} and input_ids, got an "
+            f"error of {type(model).__name__}: {reason[0]}"
         ) from error
     if not same_dim:
-        raise ValueError(f"{name} must have one embedding dimension for images and texts, got a {type(model).__name__}")
+        raise ValueError(f"{name} must have one embedding dimension for both sides, got a {type(model).__name__}")
     freeze_unused(encoder, pixels, tokens)
     files = ModelFiles(model, (texts, images))
-    scale, bias = getattr(model, "logit_scale", None), getattr(model, "logit_bias", None)
-    temperature = getattr(model, "temperature", None)  # of ALIGN
-    numbers: dict[str, Any] = {}
-    if scale is not None:
-        numbers["logit_scale"] = math.exp(scale.detach().double().item())
-    elif isinstance(temperature, Tensor):
-        numbers["logit_scale"] = 1 / temperature.detach().double().item()
-    numbers |= {"logit_bias": bias.detach().item()} if bias is not None else {}
-    first = Tower(
-        encoder, "image", images.prepare, images.collate, files.write, training_images=images.training, tokens=encoder.tokens
-    )
+    numbers: dict[str, Any] = read_scale(model)
+    if isinstance(images, AudioInputs):
+        first = Tower(encoder, AUDIO, images.prepare, images.collate, files.write)
+    else:
+        options: dict[str, Any] = {"training_images": images.training, "tokens": encoder.tokens}
+        first = Tower(encoder, "image", images.prepare, images.collate, files.write, **options)
     lengths = None if texts.fixed else from_mask
     second = Tower(encoder, "text", texts.prepare, texts.collate, files.write, lengths)
     return Pair(first, second, name=name, lora=lora, **numbers)
@@ -552,16 +563,10 @@ def _text_tower(parts: _ModelParts, dim: int | None, name: str) -> Tower:
 def _image_tower(parts: _ModelParts, name: str) -> Tower:
     encoder = _image_encoder(parts.model, name)
     images = parts.images()
+    assert isinstance(images, ImageInputs), "an encoder of images"
     freeze_unused(encoder, {"pixel_values": torch.zeros(1, 3, *images.size)})
-    return Tower(
-        encoder,
-        "image",
-        images.prepare,
-        images.collate,
-        ModelFiles(parts.model, (images,)).write,
-        training_images=images.training,
-        tokens=encoder.tokens,
-    )
+    options: dict[str, Any] = {"training_images": images.training, "tokens": encoder.tokens}
+    return Tower(encoder, "image", images.prepare, images.collate, ModelFiles(parts.model, (images,)).write, **options)
 
 
 def _check(model: Any, expected: str, what: str, name: str) -> None:

@@ -1,21 +1,25 @@
 """Inputs of transformers encoders: tokens or hashed words, and images of the encoder's size."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megabatch import extras
+from megabatch_train.data.audio import AudioInputs
 from megabatch_train.data.images import RandomCrop, TrainingImages, fit_to_square, leave_unchanged, to_pillow
 from megabatch_train.towers.packed import first_position
 from megabatch_train.towers.small import n_grams, pad
 from megabatch_train.towers.tokens import pair_of
 from megabatch_train.towers.tower import allows_remote_code
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Preprocessing: tokenizers or hashed words, and images of the encoder's size.
@@ -27,6 +31,7 @@ _FIRST_WORD = 3  # ids below are special tokens in most vocabularies
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _PURPOSE = "A transformers encoder"
+SCALES = ("logit_scale", "logit_scale_a", "logit_scale_t")  # names of the logarithm of the scale in models of both sides
 
 
 def texts_of(config: Any, folder: Path) -> "TokenInputs | HashedWords":
@@ -59,6 +64,48 @@ def images_of(config: Any, folder: Path, made_for: Any = None) -> "ImageInputs":
     return ImageInputs(config, processor, made_for)
 
 
+def takes_audio(model: Any) -> bool:
+    """Returns whether a transformers model of both sides encodes recordings instead of images, as `ClapModel` does."""
+    return hasattr(model, "get_audio_features") and not hasattr(model, "get_image_features")
+
+
+def media_of(model: Any, place: str | Path, options: Mapping[str, Any], made_for: Any) -> "ImageInputs | AudioInputs":
+    """Returns the inputs of images, or of recordings if the model takes them.
+
+    Args:
+        model: the model.
+        place: the name of the model, whose preprocessing is loaded, or a folder that may lack the files of the preprocessing.
+        options: arguments of transformers' `from_pretrained`.
+        made_for: the image size of the image processor, if the size in the config was changed.
+    """
+    transformers = extras.load("transformers", purpose=_PURPOSE)
+    if not takes_audio(model):
+        config = part_of(model.config, "vision")
+        if isinstance(place, Path):
+            return images_of(config, place, made_for)
+        return ImageInputs(config, transformers.AutoImageProcessor.from_pretrained(place, **options), made_for)
+    if isinstance(place, Path) and not any((place / file).is_file() for file in _PROCESSORS):
+        raise ValueError(f"{place} must have the feature extractor of a model of recordings, got no {' or '.join(_PROCESSORS)}")
+    return AudioInputs(transformers.AutoFeatureExtractor.from_pretrained(place, **options))
+
+
+def read_scale(model: Any) -> dict[str, float]:
+    """Returns the `logit_scale` and the `logit_bias` of a `Pair` that a model of both sides contains.
+
+    CLAP has a scale for each direction. The loss has one scale, which is the geometric mean of both.
+    """
+    scales = [getattr(model, name).detach().double() for name in SCALES if getattr(model, name, None) is not None]
+    temperature = getattr(model, "temperature", None)  # of ALIGN
+    numbers: dict[str, float] = {}
+    if scales:
+        numbers["logit_scale"] = torch.stack(scales).mean().exp().item()
+    elif isinstance(temperature, Tensor):
+        numbers["logit_scale"] = 1 / temperature.detach().double().item()
+    if (bias := getattr(model, "logit_bias", None)) is not None:
+        numbers["logit_bias"] = bias.detach().item()
+    return numbers
+
+
 def longest(config: Any) -> int:
     """Returns the maximum number of tokens of a text."""
     most = getattr(config, "max_position_embeddings", None)
@@ -85,6 +132,22 @@ def count_positions(model: Any) -> int | None:
     if not isinstance(most, int) or most < 1:
         return None
     return most - first_position(model)
+
+
+class FixedBatchNorm(nn.BatchNorm2d):
+    """A batch normalization that always uses its stored statistics, so that embeddings do not depend on other samples."""
+
+    def train(self, mode: bool = True) -> "Self":
+        """Keeps evaluation mode."""
+        return super().train(False)
+
+
+def fix_batch_norms(model: nn.Module) -> None:
+    """Makes batch normalizations use their stored statistics, in place. Chunks of a batch would have other statistics."""
+    for part in model.modules():
+        if type(part) is nn.BatchNorm2d:
+            part.__class__ = FixedBatchNorm
+            part.eval()
 
 
 class TokenInputs:
@@ -263,7 +326,7 @@ class ModelFiles:
     """Writes the files that describe a transformers model and its inputs, except the weights."""
 
     model: Any
-    inputs: Sequence[TokenInputs | HashedWords | ImageInputs]
+    inputs: Sequence[TokenInputs | HashedWords | ImageInputs | AudioInputs]
 
     def write(self, folder: Path) -> None:
         """Writes the config and the files of the inputs."""

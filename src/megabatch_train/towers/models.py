@@ -19,7 +19,7 @@ from megabatch.world import World, default_group
 from megabatch_train import settings
 from megabatch_train.data.dataset import IMAGE, TEXT
 from megabatch_train.names import MODELS, nearest
-from megabatch_train.towers import huggingface, huggingface_inputs, lora, open_clip, small
+from megabatch_train.towers import custom, huggingface, huggingface_inputs, lora, open_clip, small
 from megabatch_train.towers.sentence_transformer import FileOptions, LayerConfig, TextEncoder, layer_configs, write_tensors
 from megabatch_train.towers.tokens import TokenSizes, check_dropout
 from megabatch_train.towers.tower import SIDES, LoraConfig, Pair
@@ -46,9 +46,12 @@ def load(spec: str, kinds: tuple[str, str] | None = (IMAGE, TEXT), *, lora: Lora
             `huggingface.adapt`, which replace the options in the files of a sentence-transformers model. "open_clip:FILE.json"
             has `config`, the contents of the file; if it is given, the file is not read. Vision transformers have
             `patch_dropout`, the fraction of the patches of an image that a training step drops. "open_clip:" and "hf:" have the
-            fields of `TokenSizes`, and interpolate the positions of trained weights.
+            fields of `TokenSizes`, and interpolate the positions of trained weights. "python:" has the arguments of
+            its function.
     """
     family, _, name = spec.partition(":")
+    if family == "python" and name:
+        return _check_kinds(custom.load(name, options, lora), kinds)
     texts = {key: options.pop(key) for key in TEXT_OPTIONS if key in options}
     lora = lora if lora is not None and lora.rank else None
     if lora is not None and spec == "small":
@@ -75,11 +78,7 @@ def load(spec: str, kinds: tuple[str, str] | None = (IMAGE, TEXT), *, lora: Lora
         pair = huggingface.load_config(name, lora, sizes)
     else:
         raise ValueError(f"No such model: {spec}{nearest(spec, ['small'])}. Possible are: {'; '.join(MODELS)}")
-    if kinds is not None and (pair.first.kind, pair.second.kind) != tuple(kinds):
-        raise ValueError(
-            f"model must have towers for {kinds[0]} and {kinds[1]}, got {spec!r}, which is for {pair.first.kind} and "
-            f"{pair.second.kind}; possible are: {'; '.join(MODELS)}"
-        )
+    _check_kinds(pair, kinds)
     if family == "hf":
         _log_choice(pair, texts)
     if chosen:
@@ -91,11 +90,22 @@ def load(spec: str, kinds: tuple[str, str] | None = (IMAGE, TEXT), *, lora: Lora
     return adapt_texts(pair, {**pair.options, **texts})
 
 
+def _check_kinds(pair: Pair, kinds: tuple[str, str] | None) -> Pair:
+    """Returns the pair. Raises an error if its towers are not for sides of these kinds."""
+    if kinds is not None and (pair.first.kind, pair.second.kind) != tuple(kinds):
+        raise ValueError(
+            f"model must have towers for {kinds[0]} and {kinds[1]}, got {pair.name!r}, which is for {pair.first.kind} and "
+            f"{pair.second.kind}; possible are: {'; '.join(MODELS)}"
+        )
+    return pair
+
+
 def _log_choice(pair: Pair, given: Mapping[str, Any]) -> None:
     """Logs whether the files of the model or the defaults determine how texts are encoded."""
     encoder, name = pair.second.module, pair.name.partition(":")[2].rpartition("+")[2]
     if isinstance(encoder, huggingface.PairEncoder):
-        LOG.info("%s is a %s, which encodes images and texts with its own projections", name, type(encoder.model).__name__)
+        described = name, type(encoder.model).__name__, pair.first.kind.replace("image", "images")
+        LOG.info("%s is a %s, which encodes %s and texts with its own projections", *described)
         return
     assert isinstance(encoder, TextEncoder)
     if "pooling" in pair.options:
@@ -287,6 +297,7 @@ def read_step(folder: str | Path) -> int | None:
 def _build(description: dict[str, Any], place: Path) -> Pair:
     """Builds the towers without loading their weights."""
     family, _, name = description["name"].partition(":")
+    custom.check(description["name"], place)
     adapters = settings.build(LoraConfig, description["lora"]) if description.get("lora") else None
     if family == "open_clip":
         folder = place if adapters is None else place / SIDES[0]
@@ -380,8 +391,8 @@ def _store_scale(weights: dict[str, Tensor], scale: float, bias: float | None) -
         scale: scale of the loss.
         bias: bias of the loss, if it has one.
     """
-    if "logit_scale" in weights:
-        weights["logit_scale"] = _fill_like(weights["logit_scale"], math.log(scale))
+    if scales := [name for name in huggingface_inputs.SCALES if name in weights]:
+        weights |= {name: _fill_like(weights[name], math.log(scale)) for name in scales}
     elif "temperature" in weights:
         weights["temperature"] = _fill_like(weights["temperature"], 1 / scale)
     if bias is not None and "logit_bias" in weights:

@@ -18,10 +18,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 
 from megabatch import extras
 from megabatch.cached import second_pass
+from megabatch.cached.replay import stack
 from megabatch.cached.streaming import map_rows
 from megabatch.cached.tower import as_encoded, call
 from megabatch.world import World
-from megabatch_train.data.dataset import IMAGE
+from megabatch_train.data.dataset import AUDIO, IMAGE
 from megabatch_train.data.images import TrainingImages
 from megabatch_train.machine import ran_out_of_memory
 from megabatch_train.towers.fast_layers import replace_patch_convolutions, replace_self_attention
@@ -94,9 +95,9 @@ class Tower:
     """One side of a model. `module(collate([prepare(sample, generator), …]))` returns the embeddings of samples."""
 
     module: nn.Module
-    kind: str  # "image" or "text"
+    kind: str  # kind of the samples, as in `Dataset.sides`: "image", "text", "audio", "value" or "file"
     prepare: Callable[[Any, torch.Generator | None], Any]  # preprocesses one sample; augments it if there is a generator
-    collate: Callable[[list[Any]], Any]  # results of `prepare` → inputs of the module
+    collate: Callable[[list[Any]], Any] = stack  # results of `prepare` → inputs of the module (default: stacks tensors)
     keep: Callable[[Path], None] | None = None  # writes the files that rebuild the tower, except the weights
     # Returns the number of used tokens of each sample of collated inputs. Inputs can be trimmed after the longest sample.
     lengths: Callable[[Any], Tensor | None] | None = None
@@ -109,6 +110,11 @@ class Tower:
             return self
         crop = replace(self.training_images.crop, size=(side, side))
         return replace(self, training_images=replace(self.training_images, crop=crop))
+
+    @property
+    def plural(self) -> str:
+        """The word for several samples of the tower."""
+        return "recordings" if self.kind == AUDIO else f"{self.kind}s"
 
     @property
     def patches(self) -> int:

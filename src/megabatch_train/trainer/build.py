@@ -70,7 +70,7 @@ def freeze(pair: Pair, side: int, samples: Sequence[Any]) -> None:
 
 def warn_of_random_weights(pair: Pair, side: int) -> None:
     """Logs a warning if the frozen side has random weights, because the other side can only learn noise from it."""
-    if not pair.name or names.has_weights(pair.name):
+    if not pair.name or names.has_weights(pair.name) or pair.name.startswith(names.PYTHON):
         return
     LOG.warning(
         "freeze = %r freezes a tower with random weights, because %s has no trained weights. This tower never learns, so "

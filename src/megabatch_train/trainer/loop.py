@@ -28,6 +28,7 @@ from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import Evaluated, evaluate
 from megabatch_train.machine import StartClock, describe_device, peak_bytes
 from megabatch_train.names import format_row, sanitize
+from megabatch_train.towers import custom
 from megabatch_train.towers.tokens import drop_patches
 from megabatch_train.towers.tower import SIDES, Pair, compiler_settings, warm_up, without_compiler
 from megabatch_train.trainer import run
@@ -69,6 +70,7 @@ def embed_by_teacher(
         chunk_size: the number of samples that are encoded at once.
         workers: the workers, as in `Dataset.source`.
     """
+    custom.check(spec, "a teacher or guide")  # the files of a run can name it
     pair = load_newest(Path(spec), world.device)[0] if Path(spec).is_dir() else towers.load(spec, dataset.sides)
     for module in pair.modules:
         module.to(world.device).requires_grad_(False).eval()
@@ -306,7 +308,7 @@ class Trainer:
             self._fit = self._choose_fit(stage, self.config.memory)
             if self.config.chunk_size == "auto" and self.world.rank == 0:
                 by_tower = zip(self._fit.chunk_sizes, self.pair.towers, strict=True)
-                chunks = " and ".join(dict.fromkeys(f"{size:,} {tower.kind}s" for size, tower in by_tower))
+                chunks = " and ".join(dict.fromkeys(f"{size:,} {tower.plural}" for size, tower in by_tower))
                 before = ", measured before on this GPU" if self._fit.is_reused else ""
                 LOG.info("%s", format_row("chunk size", f"{chunks}{before}"))
             self._start.end_phase("chunk_size")

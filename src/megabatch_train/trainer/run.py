@@ -24,7 +24,7 @@ from megabatch.world import World
 from megabatch_train import machine, settings, towers
 from megabatch_train.evaluation import results
 from megabatch_train.names import redact
-from megabatch_train.towers import models
+from megabatch_train.towers import custom, models
 from megabatch_train.towers.lora import store_frozen
 from megabatch_train.towers.open_clip import quiet, split_name
 from megabatch_train.towers.tower import SIDES, Pair
@@ -267,6 +267,7 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> tuple[P
     path, manifest = newest
     config = settings.build(TrainConfig, anchor_paths(manifest["config"], manifest.get("directory")))
     config = replace(config, model=models.find_bases(config.model, path.parent, manifest.get("bases", {})))
+    custom.check(config.model, path)
     family, _, name = config.model.partition(":")
     model = f"{family}:{split_name(name)[0]}" if family == "open_clip" else config.model  # the checkpoint has the weights
     options = {**config.model_options, **manifest.get("text_options", {})}  # options of the run override the model's files

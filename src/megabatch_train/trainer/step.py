@@ -27,7 +27,7 @@ from megabatch.cached.streaming import DATA, close_at_the_end, count_rows, map_r
 from megabatch.cached.tower import as_encoded, call
 from megabatch.world import World, available_memory, free_memory, is_sharded, local
 from megabatch_train.data import paths
-from megabatch_train.data.dataset import IMAGE, Dataset
+from megabatch_train.data.dataset import TEXT, Dataset
 from megabatch_train.data.loader import Batch
 from megabatch_train.machine import VERSIONS_OF, describe_device, ran_out_of_memory, version
 from megabatch_train.towers.tokens import drop_patches
@@ -418,7 +418,7 @@ class BatchReader:
     @cached_property
     def _hold(self) -> int:
         """The host memory for the samples of a side of one batch, in bytes. The next batch gets the same amount."""
-        images = [side for side in self.sides if self.dataset.sides[side] == IMAGE]
+        images = [side for side in self.sides if self.dataset.sides[side] != TEXT]
         return int(self.config.memory.inputs * (available_memory() or 0) / self.world.local_size / 2) // max(1, len(images))
 
     def prepare(self, batch: Batch) -> StepInputs:
@@ -438,7 +438,7 @@ class BatchReader:
             sources[side] = source
             if not isinstance(source, ReplaySource):
                 continue  # the samples are already on the device
-            if self.dataset.sides[side] == IMAGE:
+            if self.dataset.sides[side] != TEXT and self.towers[side].lengths is None:
                 source.start()
             else:
                 work = partial(self._tokens, source, side)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from megabatch.cached.replay import checksum
 from megabatch.world import World, local
 from megabatch_train import settings, towers
-from megabatch_train.data.dataset import TEXT, Dataset
-from megabatch_train.evaluation.evaluate import HEADLINES, RECALLS
+from megabatch_train.data.dataset import TEXT, Dataset, name_sides
+from megabatch_train.evaluation.evaluate import RECALLS, find_headline
 from megabatch_train.names import redact
 from megabatch_train.towers import models
 from megabatch_train.towers.models import list_bases, text_options
@@ -483,7 +483,7 @@ class Storage:
             loss: the mean loss of the last training steps, or None if there were none.
         """
         name = self._config.checkpoint.best
-        name = next(key for key in HEADLINES if key in result) if name == "auto" else name
+        name = find_headline(result) if name == "auto" else name
         best = self._world.from_first(runs.read_best(self._run.folder))
         if best is not None and best["metric"] == name and best["step"] < self._run.step:
             if not is_better(name, result[name], best["value"]):
@@ -563,6 +563,6 @@ def check_best(config: TrainConfig, sides: Sequence[str], prefixes: Sequence[str
 
 def metric_names(sides: Sequence[str]) -> list[str]:
     """Returns the metrics of an evaluation that can select the best weights."""
-    first, second = ("image", "text") if sides[0] != sides[1] else ("query", "text")
+    first, second = name_sides(sides)
     one_way = [*(f"R@{k}" for k in RECALLS), "MRR", "nDCG@10", "mean_rank", "median_rank"]
     return [*(f"{way}_{name}" for way in (f"{first}_to_{second}", f"{second}_to_{first}") for name in one_way), "clip_val_loss"]
