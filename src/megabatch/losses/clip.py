@@ -29,6 +29,7 @@ from megabatch.primitives import (
     sum_over_ranks,
     widen_float16,
 )
+from megabatch.tiles.sums import exact_dtype, to_exact
 
 # ----------------------------------------------------------------------------------------------------------------------
 # CLIP: each image finds its text among all texts, and each text its image among all images.
@@ -282,13 +283,13 @@ def matryoshka_clip_loss(
         for width, weight in weighted.items():
             x, y = (F.normalize(side[:, :width], dim=1) for side in (images, texts))
             loss = clip_loss(x, y, scale, **options) if symmetric else info_nce_loss(x, y, scale=scale, **options)
-            losses.append(weight * loss.double())
+            losses.append(weight * to_exact(loss))
     return (torch.stack(losses).sum(0) + zero).to(loss.dtype)
 
 
 def _agree_on_weights(weights: list[float], image: Tensor, text: Tensor, group: Group) -> Tensor:  # ()
     """Returns 0 after all ranks have compared their weights. The losses of the prefixes compare everything else."""
-    zero = torch.zeros((), dtype=torch.float64, device=image.device)
+    zero = torch.zeros((), dtype=exact_dtype(image.device), device=image.device)
     if group is None:
         return zero
     loss = describe_loss(group, "matryoshka_clip_loss", weights=weights)

@@ -147,7 +147,7 @@ def add_model_arguments(
     parser.add_argument(
         "--device",
         default="auto",
-        help='"cpu", "cuda" or "auto", which is "cuda" if a CUDA device is available (default: auto)',
+        help='"cpu", "cuda", "mps", "xpu" or "auto", which is the accelerator that PyTorch finds (default: auto)',
     )
     parser.add_argument("--chunk-size", type=parse_positive_int, default=256, metavar="N", help=f"{CHUNK_HELP} (default: 256)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help=f"{WORKERS_HELP} (default: 0)")

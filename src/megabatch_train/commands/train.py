@@ -223,7 +223,7 @@ def run(args: argparse.Namespace) -> int:
         folder, checkpoint = world.from_first((folder, checkpoint))
         _check_writable(folder, world, args.resume)
         folder = _lock_folder(folder, world, args, stack)
-        count = configs.reader_count(config, world) if world.device.type == "cuda" else 0
+        count = configs.reader_count(config, world) if world.device.type != "cpu" else 0
         packages = ["megabatch_train.towers", *_packages_of(config.model)]
         started = stack.enter_context(loader.start_processes(count, packages))
         clock.end_phase("imports")
