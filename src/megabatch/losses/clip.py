@@ -18,6 +18,7 @@ from megabatch.primitives import (
     cross_entropy,
     cross_entropy_loss,
     describe_loss,
+    exact_dtype,
     execution,
     logsumexp,
     mean_logit,
@@ -27,9 +28,9 @@ from megabatch.primitives import (
     sigmoid_loss,
     soft_cross_entropy,
     sum_over_ranks,
+    to_exact,
     widen_float16,
 )
-from megabatch.tiles.sums import exact_dtype, to_exact
 
 # ----------------------------------------------------------------------------------------------------------------------
 # CLIP: each image finds its text among all texts, and each text its image among all images.

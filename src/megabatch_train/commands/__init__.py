@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -129,6 +131,24 @@ def add_dim(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="keep only the first N dimensions of the embeddings of --loss matryoshka (default: all)",
     )
+
+
+def add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds `--json`. With it, standard output is one JSON document (`print_json`), and messages go to standard error."""
+    parser.add_argument("--json", action="store_true", help=f"print {what} as one JSON document")
+
+
+def print_json(value: Any) -> None:
+    """Prints the result of a command with `--json`. JSON has no numbers for NaN and ±∞, so they become null."""
+    print(json.dumps(_without_nan(value), indent=1, default=str))
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def add_model_arguments(
