@@ -77,9 +77,10 @@ def run(args: argparse.Namespace) -> int:
     dataset = data.load(args.data, split, **({} if args.columns is None else {"columns": args.columns}))
     torch.set_num_threads(1)  # each thread decodes with one core
     workers = args.workers or os.cpu_count() or 1
-    report = {"data": redact(args.data), "split": split} | summarize(
-        dataset, _show_progress(read(dataset, workers), len(dataset))
-    )
+    if len(dataset):
+        read_sample(dataset, 0)  # imports the decoders, which is not a part of the reading speed
+    readings = _show_progress(read(dataset, workers), len(dataset))
+    report = {"data": redact(args.data), "split": split} | summarize(dataset, readings)
     if args.json:
         print_json(report)
     else:

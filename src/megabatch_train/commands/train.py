@@ -156,6 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="value of any setting, such as ema=0.999; can be repeated",
     )
     add("--wandb", metavar="PROJECT", help="log to this project of Weights & Biases, too; needs `wandb login`")
+    add("--trackio", metavar="PROJECT", help="log to this project of trackio, too; `trackio show` opens its curves")
     add("--no-report", action="store_true", help="do not write report.html")
 
 
@@ -518,6 +519,10 @@ def _list_observers(args: argparse.Namespace) -> list[Observer]:
         from megabatch_train.display.observers import WandbLog
 
         observers.append(WandbLog(args.wandb))
+    if args.trackio:
+        from megabatch_train.display.observers import TrackioLog
+
+        observers.append(TrackioLog(args.trackio))
     return observers
 
 
