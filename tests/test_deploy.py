@@ -42,7 +42,7 @@ def test_the_slurm_job():
     launched, args = parse(words)
     assert (launched.nnodes, launched.nproc_per_node, launched.rdzv_endpoint) == ("4", "8", "node:29500")
     assert isinstance(args, argparse.Namespace)
-    assert (args.resume, args.output) == ("auto", "runs/mine")
+    assert (str(args.resume), str(args.output)) == ("auto", "runs/mine")
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
     assert (asked["nodes"], asked["gpus-per-node"], asked["signal"]) == (launched.nnodes, launched.nproc_per_node, "TERM@120")
 
@@ -62,7 +62,7 @@ def test_the_kubernetes_job():
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     places = [mount["mountPath"] for mount in container["volumeMounts"]]
-    assert all(any(path.startswith(place) for place in places) for path in (args.config, args.output))
+    assert all(any(str(path).startswith(place) for place in places) for path in (args.config, args.output))
 
 
 def test_the_container():
