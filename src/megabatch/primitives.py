@@ -31,7 +31,7 @@ from megabatch.tiles.block import (
 )
 from megabatch.tiles.sums import exact_dtype, exact_softplus, finite_or_zero, less_match, to_exact
 
-__all__ = ["KEPT", "SEPARATE", "SKIPPED", "accumulator_dtype", "autocast_device", "widen_float16"]
+__all__ = ["KEPT", "SEPARATE", "SKIPPED", "accumulator_dtype", "autocast_device", "exact_dtype", "to_exact", "widen_float16"]
 
 
 def execution(

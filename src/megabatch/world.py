@@ -260,7 +260,7 @@ def available_memory() -> int | None:
 
 def free_memory(device: torch.device | None) -> int:
     """Returns the bytes that can be allocated: free memory of the device plus unused memory that PyTorch has reserved."""
-    module = None if device is None else getattr(torch, device.type, None)
+    module: Any = None if device is None else getattr(torch, device.type, None)
     if hasattr(module, "mem_get_info"):
         free, _ = module.mem_get_info(device)
         return int(free + module.memory_reserved(device) - module.memory_allocated(device))

@@ -39,12 +39,11 @@ def test_the_programs_of_a_multiprocessor_fit_in_its_shared_memory(gradient_tile
 @pytest.mark.parametrize("precision", [BFLOAT16, FLOAT16, TF32, FLOAT32])
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_operands_of_every_tile_fit(monkeypatch, gpu, precision):
-    """The steps of the matmul that are loaded ahead; the compiler needs a little more (`compile_kernels.py`)."""
+    """All steps of the matmul that are loaded at once. For short vectors, `compile_kernels.py` compares what is allocated."""
     monkeypatch.setattr(plan, "shared_memory", lambda device: GPUS[gpu][0])
     size = 2 if precision in (BFLOAT16, FLOAT16) else 4
-    chosen = [plan.logsumexp_tile(precision, DEVICE), *(plan.maxsim_tile(precision, DEVICE, D) for D in (64, 128, 512))]
-    for tile in (*chosen, plan.maxsim_listed_tile(precision, DEVICE)):
-        assert (tile.stages - 1) * (tile.rows + tile.columns) * tile.dims * size <= GPUS[gpu][0], tile
+    for tile in plan.logsumexp_tile(precision, DEVICE), plan.maxsim_tile(precision, DEVICE, 512):
+        assert tile.stages * (tile.rows + tile.columns) * tile.dims * size <= GPUS[gpu][0], tile
 
 
 def test_the_measured_tiles_of_the_h200_do_not_change(gradient_tile):
