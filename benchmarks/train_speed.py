@@ -138,6 +138,7 @@ class Bench:
     folder: Path  # temporary folder for shards and runs
     device: str
     data: str = ""
+    cores: int | None = None  # cores that a run may use; None for all
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def __post_init__(self) -> None:
@@ -160,6 +161,9 @@ class Bench:
             enough: number of lines in the log of open_clip after which the process is ended.
             variables: further environment variables.
         """
+        if self.cores is not None:
+            allowed = sorted(os.sched_getaffinity(0))[: self.cores]
+            command = ["taskset", "--cpu-list", ",".join(map(str, allowed)), *command]
         process = subprocess.Popen(
             command,
             env={**self.environment, **(variables or {})},
@@ -212,7 +216,7 @@ class Bench:
         data = ["--train-data", self.data, "--dataset-type", "webdataset", "--dataset-resampled"]
         command += ["--model", self.args.model, *data]
         command += ["--train-num-samples", str(batch * steps), "--batch-size", str(batch), "--precision", "amp_bf16"]
-        command += ["--workers", str(self.args.workers), "--epochs", "1", "--warmup", "10", "--lr", "1e-4"]
+        command += ["--workers", str(self.cores or self.args.workers), "--epochs", "1", "--warmup", "10", "--lr", "1e-4"]
         command += ["--log-every-n-steps", "1", "--logs", str(self.folder / "logs"), "--save-frequency", "0"]
         command += ["--device", self.device, "--local-loss", "--gather-with-grad", *flags]
         # The process is ended after enough steps, because with several workers it makes more steps than it should.
@@ -287,6 +291,13 @@ def measure(record: Record, bench: Bench, args: argparse.Namespace) -> None:
     def time_left() -> bool:
         return record.seconds_left() > 0
 
+    for bench.cores in args.cores:
+        for system, batches, run in ((OURS, args.batches, bench.megabatch), (THEIRS, args.open_clip, bench.open_clip)):
+            for batch in batches:
+                if time_left():
+                    add(system, batch, f"{bench.cores} cores", run(batch, []))
+    if args.cores:
+        return
     for batch in args.batches:
         if time_left():
             add(OURS, batch, "", bench.megabatch(batch, []))
@@ -332,9 +343,10 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def _baseline(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
-    """Returns the best rate of open_clip with the patch dropout of the row, or None if there is no such run."""
-    variant = row["variant"] if row["variant"] in OPEN_CLIP_VARIANTS else ""
-    rates = [other["rate"] for other in rows if other["system"] == THEIRS and other["variant"] == variant and "rate" in other]
+    """Returns the best rate of open_clip with the patch dropout or the cores of the row, or None if there is no such run."""
+    theirs = [other for other in rows if other["system"] == THEIRS]
+    variant = row["variant"] if any(other["variant"] == row["variant"] for other in theirs) else ""
+    rates = [other["rate"] for other in theirs if other["variant"] == variant and "rate" in other]
     return max(rates, default=None)
 
 
@@ -399,6 +411,8 @@ def main() -> None:
         steps=(8, f"number of steps of each run, in addition to the first {SKIPPED}"),
         workers=(len(os.sched_getaffinity(0)), "data-loader workers of open_clip; the default is the number of cores"),
     )
+    cores = "measure only complete runs with these numbers of cores (taskset); open_clip has as many workers"
+    add("--cores", nargs="*", type=int, default=[], metavar="N", help=cores)
     add("--variants", nargs="*", choices=[name for name in VARIANTS if name], default=["not compiled"])
     add(
         "--towers",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
@@ -66,6 +67,22 @@ def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files
         return f'<a href="{file.url_relative_to(page.file)}">{file.page.title}</a>'
 
     return NAMED.sub(linked, html)
+
+
+def on_nav(nav: Navigation, *, config: MkDocsConfig, files: Files) -> Navigation:
+    """Remembers the navigation for `llms.txt`."""
+    config.extra["nav"] = nav
+    return nav
+
+
+def on_post_build(*, config: MkDocsConfig) -> None:
+    """Writes `llms.txt`, which lists the pages for language models, in the order of the navigation."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for item in config.extra["nav"].items:
+        pages = [item] if isinstance(item, Page) else [page for page in item.children if isinstance(page, Page)]
+        lines += ["", f"## {item.title}", ""]
+        lines += [f"- [{page.title}]({page.canonical_url})" for page in pages]
+    Path(config.site_dir, "llms.txt").write_text("\n".join(lines) + "\n")
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:

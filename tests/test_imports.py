@@ -14,7 +14,7 @@ from megabatch import dispatch, reference
 
 BLOCKED = (
     *("triton", "open_clip", "transformers", "matplotlib", "rich", "torchvision", "PIL", "webdataset", "pyarrow", "emoji"),
-    *("safetensors", "tensorboard", "wandb", "accelerate", "lightning"),
+    *("safetensors", "tensorboard", "trackio", "wandb", "accelerate", "lightning"),
 )
 
 

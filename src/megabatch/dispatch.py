@@ -79,7 +79,9 @@ def why_not_triton(precision: str, device: torch.device) -> str | None:
         return "its kernels compute in float32 at most, and the inputs are float64"
     if INTERPRETED:
         return None
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type == "cuda" and torch.version.hip is not None:
+        return f"its kernels are tuned and tested only on NVIDIA GPUs, and {device} is an AMD GPU (ROCm)"
+    if device.type != "cuda":
         return f"its kernels run on NVIDIA GPUs, and the inputs are on {device}"
     capability = torch.cuda.get_device_capability(device)
     if capability < _AMPERE:

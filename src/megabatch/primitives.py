@@ -29,9 +29,9 @@ from megabatch.tiles.block import (
     round_logits,
     widen_float16,
 )
-from megabatch.tiles.sums import exact_softplus, finite_or_zero, less_match
+from megabatch.tiles.sums import exact_dtype, exact_softplus, finite_or_zero, less_match, to_exact
 
-__all__ = ["KEPT", "SEPARATE", "SKIPPED", "accumulator_dtype", "autocast_device", "widen_float16"]
+__all__ = ["KEPT", "SEPARATE", "SKIPPED", "accumulator_dtype", "autocast_device", "exact_dtype", "to_exact", "widen_float16"]
 
 
 def execution(
@@ -114,10 +114,10 @@ def number(value: float | Tensor, name: str, x: Tensor, *, shared: bool = False)
     """Returns a scale or bias as a 0-d tensor.
 
     A float becomes a tensor that is created on the device, because a copy from the CPU would synchronize with the GPU. A
-    `shared` number of several operators is float64. The gradients of the operators are then added before they are rounded,
-    which matters if they nearly cancel.
+    `shared` number of several operators has the `exact_dtype`. The gradients of the operators are then added before they are
+    rounded, which matters if they nearly cancel.
     """
-    dtype = torch.float64 if shared or x.dtype == torch.float64 else torch.float32
+    dtype = exact_dtype(x.device) if shared else accumulator_dtype(x.dtype)
     if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in (dtype, torch.float64) and value.device == x.device:
         return value  # the usual case; a conversion to the same dtype would take 4 µs
     checks.number(value, name, x)
@@ -133,7 +133,7 @@ def offsets(value: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 class LogSums(NamedTuple):
-    """The results of `logsumexp`. The first three are float64, because losses subtract them from one another."""
+    """The results of `logsumexp`. The first three have the `exact_dtype`, because losses subtract them from one another."""
 
     row: Tensor  # (N,) log Σ_j exp s_ij
     col: Tensor  # (M,) log Σ_i exp s_ij, or (0,)
@@ -187,7 +187,7 @@ def symmetric_logsumexp(
     ids: Tensor | None = None,  # (N,)
     diagonal: str = SKIPPED,
 ) -> Tensor:  # (N,)
-    """Computes the logsumexps of the rows of z against all rows of z, in float64.
+    """Computes the logsumexps of the rows of z against all rows of z, in `exact_dtype`.
 
     With ids, pairs with equal ids are excluded, which includes the pair of a row with itself.
     """
@@ -292,7 +292,7 @@ def sigmoid_loss(
     inputs = x, y, scale, bias.expand(x.shape[0])
     total, match = operators.apply(operators.softplus, *inputs, ids, ids_are_positives, True, *run)
     losses: Tensor = total + exact_softplus(-match)
-    return losses if reduction == "none" else losses.sum(dtype=torch.float64).to(losses.dtype)
+    return losses if reduction == "none" else losses.sum(dtype=exact_dtype(losses.device)).to(losses.dtype)
 
 
 def soft_cross_entropy(
@@ -314,12 +314,12 @@ def matching_products(x: Tensor, y: Tensor, run: Execution) -> tuple[Tensor, Ten
     return products, noise, mean_weight
 
 
-def logits_of(products: Tensor, scale: Tensor, run: Execution) -> Tensor:  # (K,), () float64
-    """Returns the logits of dot products in float64, rounded like the logits of the tiles.
+def logits_of(products: Tensor, scale: Tensor, run: Execution) -> Tensor:  # (K,), () in `exact_dtype`
+    """Returns the logits of dot products in `exact_dtype`, rounded like the logits of the tiles.
 
-    In float64, the terms of the gradient of the scale are summed without further rounding.
+    So the terms of the gradient of the scale are summed without further rounding.
     """
-    exact = products.double() * scale
+    exact = to_exact(products) * scale
     with torch.no_grad():
         rounding = round_logits(products, scale, run.precision, by_kernels=run.backend == TRITON) - exact
     return exact + torch.where(exact.isfinite(), rounding, 0.0)
@@ -386,7 +386,7 @@ def mean_positive_logits(
     The positives are the other rows j with the label of row i.
 
     Returns:
-        Four tensors: the means in float64, which are 0 for rows without a positive; the numbers of positives; ids; and
+        Four tensors: the means in `exact_dtype`, which are 0 for rows without a positive; the numbers of positives; ids; and
         `mean_weight`. A row shares its id only with itself, and with its positive if it has exactly one, so a sum can exclude
         both by ids. A sum over the local rows with a positive, multiplied by `mean_weight`, is this rank's part of the mean
         over all such rows.
@@ -396,7 +396,7 @@ def mean_positive_logits(
 
 
 def positives_logsumexp(z: Tensor, labels: Tensor, scale: Tensor, run: Execution) -> Tensor:  # (N,)
-    """Computes log Σ exp s_ij over all other rows j with the label of row i, in float64. It is −inf without such rows.
+    """Computes log Σ exp s_ij over all other rows j with the label of row i, in `exact_dtype`. It is −inf without such rows.
 
     Rows are sorted by label, and only tiles near the diagonal are computed, which takes Σ n²·D operations for labels of n rows.
     PyTorch operations compute the tiles on every device. On CUDA, the CPU synchronizes once to read where each label begins.
@@ -419,7 +419,7 @@ def mean_logit(
     scale: Tensor,  # ()
     run: Execution,
 ) -> Tensor:  # (N,)
-    """Computes the mean of each row's logits over all keys of all ranks, in float64.
+    """Computes the mean of each row's logits over all keys of all ranks, in `exact_dtype`.
 
     It equals the logit of the row with the mean key, which takes O(N·D). If label smoothing spreads the part ε of the target
     evenly, ε·(s_ii − mean_j s_ij) is added to the cross-entropy.
@@ -453,8 +453,8 @@ def _round_as_in_matmuls(values: Tensor) -> Tensor:
 def cross_entropy(negatives: Tensor, match: Tensor, like: Tensor) -> Tensor:  # (N,), (N,)
     """Computes log(1 + exp(negatives − match)), which is −log of the probability of the match. It is never negative.
 
-    Negatives and match are float64. Their difference is rounded to the loss dtype of the embeddings `like`, so that backward
-    needs less memory.
+    Negatives and match have the `exact_dtype`. Their difference is rounded to the loss dtype of the embeddings `like`, so
+    that backward needs less memory.
 
     The result is NaN where the match is +inf, as in a dense cross-entropy. Without this, the loss of such a pair would be 0, so
     a run whose matmuls overflow would seem to have a perfect loss.
@@ -470,12 +470,12 @@ def reduce_losses(
 ) -> Tensor:  # () or (N,)
     """Takes the mean of the directions, then reduces the rows: to this rank's part of the mean, to the sum, or not at all.
 
-    The sums are computed in float64 and rounded once to the loss dtype of the embeddings `like`.
+    The sums are computed in `exact_dtype` and rounded once to the loss dtype of the embeddings `like`.
     """
     losses, dtype = torch.stack(tuple(directions)), accumulator_dtype(like.dtype)
     if reduction == "none":
         return losses.mean(0).to(dtype)
-    total = losses.sum(dtype=torch.float64) / len(losses)
+    total = losses.sum(dtype=exact_dtype(losses.device)) / len(losses)
     return (total * mean_weight if reduction == "mean" else total).to(dtype)
 
 

@@ -167,26 +167,43 @@ def _release_default_group() -> None:
             function.__defaults__ = tuple(defaults)
 
 
+def devices() -> list[str]:
+    """Returns the device types that PyTorch finds on this machine: an accelerator such as "cuda" if there is one, and "cpu"."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
+
+
+def _own_device(name: str) -> torch.device:
+    """Returns the device of this process, which is the current one afterwards."""
+    available = devices()
+    kind = available[0] if name == "auto" else name
+    if kind not in available:
+        listed = ", ".join(f'"{each}"' for each in ("auto", *available))
+        raise ValueError(f'device must be one of {listed} on this machine, got "{name}", but PyTorch finds no such device')
+    if kind in ("cpu", "mps"):  # PyTorch has one device of these types
+        return torch.device(kind)
+    own_device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    torch.accelerator.set_device_index(own_device)
+    return own_device
+
+
 @contextmanager
 def join_world(device: str = "auto") -> Iterator[World]:
     """Yields the world of this process, which has all ranks that torchrun started, or only this process.
 
     Args:
-        device: "cuda", "cpu", or "auto" for CUDA if it is available.
+        device: a type of `devices`, or "auto" for the first of them.
     """
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError('device must be "cpu" or "auto" on this machine, got "cuda", but PyTorch finds no CUDA device')
-    own_device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
-    if own_device.type == "cuda":
-        torch.cuda.set_device(own_device)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    own_device, ranks = _own_device(device), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
         yield World(own_device)
         return
-    if own_device.type == "cuda":
-        dist.init_process_group("nccl", device_id=own_device)
-    else:
+    if own_device.type == "mps":
+        raise ValueError(f'device must be "cpu" for {ranks} ranks on this machine, got "mps": its GPU serves one process')
+    if own_device.type == "cpu":
         dist.init_process_group("gloo")
+    else:
+        dist.init_process_group(dist.get_default_backend_for_device(own_device), device_id=own_device)
     world = World(own_device, dist.group.WORLD)
     try:
         with world.explain_errors(lambda: "outside of a training step"):
@@ -243,7 +260,10 @@ def available_memory() -> int | None:
 
 def free_memory(device: torch.device | None) -> int:
     """Returns the bytes that can be allocated: free memory of the device plus unused memory that PyTorch has reserved."""
-    if device is not None and device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    module: Any = None if device is None else getattr(torch, device.type, None)
+    if hasattr(module, "mem_get_info"):
+        free, _ = module.mem_get_info(device)
+        return int(free + module.memory_reserved(device) - module.memory_allocated(device))
+    if hasattr(module, "recommended_max_memory"):  # MPS
+        return max(0, int(module.recommended_max_memory() - module.current_allocated_memory()))
     return available_memory() or 0

@@ -25,6 +25,7 @@ COMMANDS = {
     "train": "train a model on pairs, on a CPU or on many GPUs",
     "eval": "measure recall and ranks of a model, or its zero-shot accuracy",
     "search": "find the best matches of a text or an image",
+    "data": "read data once, and report broken samples, sizes, duplicates and the reading speed",
     "embed": "write embeddings of data to a NumPy or Parquet file",
     "export": "convert a trained model for transformers, open_clip or onnxruntime",
     "mine": "find hard negatives with a trained model, and write them to a table",

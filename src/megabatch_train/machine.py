@@ -88,8 +88,9 @@ def describe_device(world: "World") -> str:
     """Returns the devices of all ranks as text, such as "CPU, 2 threads" or "8 ranks, each NVIDIA H200"."""
     import torch
 
-    if world.device.type == "cuda":
-        name = torch.cuda.get_device_name(world.device)
+    name_device = getattr(getattr(torch, world.device.type), "get_device_name", None)
+    if name_device is not None:
+        name = str(name_device(world.device))
     else:
         name = f"{world.device.type.upper()}, {torch.get_num_threads()} threads"
     return name if world.size == 1 else f"{world.size} ranks, each {name}"

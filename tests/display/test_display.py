@@ -14,6 +14,7 @@ import pytest
 
 from megabatch import extras
 from megabatch_train.display import ProgressDisplay, TensorBoardLog, WandbLog, tables
+from megabatch_train.display.observers import TrackioLog
 
 
 @dataclass
@@ -261,6 +262,39 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "wandb>='):
         WandbLog()
+
+
+def test_trackio_continues_the_same_run(tmp_path, monkeypatch):
+    trackio = FakeWandb()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    for first in (0, 3):
+        log = TrackioLog("emoji")
+        log.start(Run(tmp_path, first_step=first, config=Run(Path("x"), config={"data": ["https://h/a?token=x"]})))
+        log.step(record(first + 1, phases={"data": 0.25}))
+        log.on_evaluation({"step": first + 1, "evaluation": EVALUATION})
+        log.on_save(tmp_path)
+        log.finish(Run(tmp_path))
+    for settings in trackio.started:
+        assert (settings["project"], settings["name"], settings["resume"]) == ("emoji", tmp_path.name, "allow")
+        assert settings["config"]["config"] == {"data": ["https://h/a"]}
+    assert [step for step, _ in trackio.logged] == [1, 1, 4, 4]
+    assert trackio.logged[0][1]["training/loss"] == 7.6543
+    assert trackio.logged[0][1]["phases/data"] == 0.25
+    assert trackio.logged[1][1]["evaluation/text_to_image_R@1"] == 0.345
+    assert trackio.finished == 2
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "trackio>='):
+        TrackioLog()
+
+
+def test_trackio_itself_stores_the_curves_on_this_machine(tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    log = TrackioLog("emoji")
+    log.start(Run(tmp_path, first_step=0, config={}))
+    log.step(record(1))
+    log.finish(Run(tmp_path))
+    assert list((tmp_path / "trackio").glob("*.db"))
 
 
 def test_wandb_without_a_login_is_told_at_once(monkeypatch):

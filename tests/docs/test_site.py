@@ -88,6 +88,16 @@ def test_every_page_is_linked(pages):
     assert not [path.name for path in pages if path not in linked]
 
 
+def test_the_list_for_language_models_has_every_page_of_the_navigation(site, pages):
+    text = (site / "llms.txt").read_text()
+    assert text.startswith("# megabatch\n\n> ")
+    links = re.findall(r"^- \[[^\]]+\]\(https://megabatch\.github\.io/megabatch/([^)]*)\)$", text, re.MULTILINE)
+    assert len(links) == len(set(links)) == text.count("\n- ")
+    assert all((site / (link or "index.html")).is_file() for link in links)
+    named = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert {(link or "index.html").replace(".html", ".md") for link in links} == named
+
+
 def test_formulas_are_set(site):
     how, losses = ((site / name).read_text() for name in ("how.html", "losses.html"))
     assert '<div class="formula"><i>L</i> = 1/(2<i>B</i>) · Σ<sub>i</sub> ( [row<sub>i</sub> − <i>s</i><sub>ii</sub>]' in how

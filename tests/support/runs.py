@@ -20,6 +20,7 @@ from megabatch_train.towers.tower import Pair, Tower
 from megabatch_train.trainer.config import TrainConfig
 from megabatch_train.trainer.health import StoppedError
 from megabatch_train.trainer.loop import Trainer
+from megabatch_train.trainer.run import MetricsFile
 from ranks import free_port
 
 SAMPLES = 40
@@ -186,7 +187,8 @@ def whole(
 ):
     numbers = Numbers(**data)
     numbers.killed_at, numbers.signalled_at = kill_at_read, signal_at_read
-    made = trainer(folder, changes, pair=tiny(dropout, shared), data=numbers, world=world)
+    observers = [MetricsFile()] if world.rank == 0 else []
+    made = trainer(folder, changes, pair=tiny(dropout, shared), data=numbers, world=world, observers=observers)
     if fails_at:
         made.stages = [dataclasses.replace(made.stages[0], order=Failing(made.order, fails_at))]
     if resume:
@@ -213,6 +215,14 @@ def processes(folder, changes, *, ranks=1, **how):
             process.kill()  # what waits for one that is gone
         answers.append((process.communicate(timeout=PATIENCE)[0], process.returncode))
     return answers
+
+
+def under_torchrun(folder, changes, *, ranks, **how):
+    """The same as a job of torchrun, which ends all ranks when one ends with an error."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    call = [*launcher, __file__, json.dumps([str(folder), changes, how])]
+    return subprocess.run(call, env=environment, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def main():

@@ -29,7 +29,7 @@ from megabatch.tiles.block import HALF_DTYPE, TRITON, Block, ColumnGradients, Ne
 from megabatch.tiles.sums import LogSum
 from megabatch_train.towers import attention_kernels
 
-SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448}
+SHARED_MEMORY = {capability: generation.shared_memory for capability, generation in kernel_plan.GENERATIONS.items()}
 
 TYPES = {
     torch.float32: "fp32",

@@ -26,6 +26,9 @@ pytest.importorskip("triton")
         (80, "bfloat16", "features"),
         (89, "float16", ""),
         (89, "tf32", ""),
+        (86, "bfloat16", "features"),
+        (100, "bfloat16", ""),
+        (120, "bfloat16", ""),
     ],
 )
 def test_kernels_compile(capability, precision, features):

@@ -19,6 +19,7 @@ from megabatch_train.trainer.config import FIXED, FREE, CheckpointConfig, TrainC
 from megabatch_train.trainer.health import StoppedError
 from megabatch_train.trainer.run import MetricsFile, began_in
 from megabatch_train.trainer.step import Fit
+from ranks import RankFailedError
 
 # Dropout, augmentation, an average: everything that has a state. Images are read in both passes.
 SETTINGS = {"ema": 0.9, "memory": {"graphs": 0.0, "inputs": 0.0}, "steps": 7}
@@ -432,3 +433,46 @@ def test_a_rank_is_better_if_it_is_lower_and_none_keeps_nothing(tmp_path):
     changes = {"evaluate_every": 3, "checkpoint": {"best": "none"}}
     runs.trainer(tmp_path / "none", changes, validation=runs.Numbers(samples=20)).fit()
     assert not (tmp_path / "none" / "best").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Other numbers of ranks. Without dropout, which each rank draws for its own rows. Batches of 12 have equal parts on 4 and 3
+# ranks, and unequal ones of 13.
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+def check_same_run(folder, whole, wanted, learned):
+    """The batches and their order, seen by the losses; and the weights. In float64, sums over ranks round in another order."""
+    assert [step for step, _ in losses(folder)] == list(range(1, 8))
+    torch.testing.assert_close(losses(folder), losses(whole), rtol=1e-12, atol=0)
+    for name, value in runs.weights(wanted).items():
+        torch.testing.assert_close(learned[name], value, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("batch", [12, pytest.param(13, marks=pytest.mark.thorough)])
+def test_ranks_that_fail_and_continue_as_other_numbers_of_ranks_are_one_run(pool, tmp_path, batch):
+    changes = {**SETTINGS, "batch_size": batch}
+    wanted = uninterrupted(tmp_path / "whole", changes, observers=[MetricsFile()])
+    for ranks, how in (4, {"fails_at": 3}), (3, {"fails_at": 5, "resume": True}):
+        with pytest.raises(RankFailedError, match="meant to fail"):
+            pool.run(runs.on_rank, ranks, tmp_path / "run", changes, how)
+    learned = pool.run(runs.on_rank, 4, tmp_path / "run", changes, {"resume": True})
+    for rank in range(4):
+        check_same_run(tmp_path / "run", tmp_path / "whole", wanted, learned[rank])
+
+
+@pytest.mark.thorough
+def test_killed_jobs_of_torchrun_that_continue_as_other_numbers_of_ranks_are_one_run(tmp_path):
+    """A rank is killed, and torchrun ends the others: by 4 ranks, then by 3; 4 ranks end the run."""
+    wanted = uninterrupted(tmp_path / "whole", observers=[MetricsFile()])
+    for ranks, reads, resume in (4, 36, False), (3, 36, True), (4, 0, True):
+        job = runs.under_torchrun(tmp_path / "run", SETTINGS, ranks=ranks, kill_at_read=reads, resume=resume)
+        assert (job.returncode == 0) == (not reads), job.stderr[-3000:]
+        assert not reads or "SIGKILL" in job.stderr
+    made = runs.trainer(tmp_path / "run", SETTINGS)
+    assert made.resume()
+    check_same_run(tmp_path / "run", tmp_path / "whole", wanted, runs.weights(made))

@@ -196,7 +196,7 @@ class States(NamedTuple):
     """The states of all random generators that a tower may use."""
 
     cpu: Tensor
-    cuda: tuple[tuple[int | torch.device, Tensor], ...]  # (device, state)
+    devices: tuple[tuple[torch.device, Tensor], ...]  # (device, state)
     python: Any
     numpy: Any  # None if NumPy was never imported
 
@@ -206,7 +206,7 @@ def capture_generators(devices: Iterable[torch.device], before: States | None = 
     numpy = _numpy()
     now = States(
         torch.get_rng_state(),
-        tuple((index, torch.cuda.get_rng_state(index)) for index in _cuda_indices(devices)),
+        tuple((device, torch.get_device_module(device).get_rng_state(device)) for device in _with_generator(devices)),
         random.getstate(),
         None if numpy is None else numpy.get_state(legacy=False),
     )
@@ -214,7 +214,7 @@ def capture_generators(devices: Iterable[torch.device], before: States | None = 
         return now
     return States(
         before.cpu if torch.equal(before.cpu, now.cpu) else now.cpu,
-        now.cuda,
+        now.devices,
         before.python if before.python == now.python else now.python,
         before.numpy if _same_numpy(before.numpy, now.numpy) else now.numpy,
     )
@@ -223,8 +223,8 @@ def capture_generators(devices: Iterable[torch.device], before: States | None = 
 def restore_generators(states: States) -> None:
     """Sets all generators to `states`."""
     torch.set_rng_state(states.cpu)
-    for index, state in states.cuda:
-        torch.cuda.set_rng_state(state, index)
+    for device, state in states.devices:
+        torch.get_device_module(device).set_rng_state(state, device)
     random.setstate(states.python)
     if states.numpy is not None:
         importlib.import_module("numpy.random").set_state(states.numpy)
@@ -249,11 +249,22 @@ def seed_host(seed: int) -> None:
         numpy.seed(seed % 2**32)
 
 
-def _cuda_indices(devices: Iterable[torch.device]) -> list[int]:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+def _with_generator(devices: Iterable[torch.device]) -> list[torch.device]:
+    """Returns the accelerators whose generators a tower may use: those of `devices` and the current one."""
+    accelerator = torch.accelerator.current_accelerator()
+    module = None if accelerator is None else getattr(torch, accelerator.type)
+    # Before the first use of an accelerator, its generators have no state. MPS is always ready if it is available.
+    if accelerator is None or not getattr(module, "is_initialized", torch.accelerator.is_available)():
         return []
-    indices = {device.index for device in devices if device.type == "cuda" and device.index is not None}
-    return sorted(indices | {torch.cuda.current_device()})
+    indices = {device.index for device in devices if device.type == accelerator.type and device.index is not None}
+    return [torch.device(accelerator.type, i) for i in sorted(indices | {torch.accelerator.current_device_index()})]
+
+
+def list_autocasts() -> list[str]:
+    """Returns the device types whose autocast is enabled."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return [kind for kind in kinds if torch.is_autocast_enabled(kind)]
 
 
 def _numpy() -> Any:

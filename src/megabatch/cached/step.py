@@ -415,7 +415,6 @@ def _without_trace(role: Role) -> Iterator[None]:
 def _outside_autocast() -> Iterator[None]:
     """Disables autocast for a backward pass, whose dtypes follow from the forward pass."""
     with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in second_pass.list_autocasts():
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.cached import second_pass
-from megabatch.cached.second_pass import States, list_tensors, measure_graph, parameters_in
+from megabatch.cached.second_pass import States, list_autocasts, list_tensors, measure_graph, parameters_in
 from megabatch.cached.sources import Source, Span, TensorSource, as_source, longest_first, spans
 from megabatch.cached.streaming import DATA, close_at_the_end, map_rows, phase, tensors
 from megabatch.world import World, compute_device, is_sharded
@@ -105,7 +105,7 @@ class Comparison:
         if self._difference is None:
             return
         dtypes = {p.dtype for p in parameters if p.dtype.is_floating_point}
-        dtypes |= {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+        dtypes |= {torch.get_autocast_dtype(kind) for kind in list_autocasts()}
         if torch.get_float32_matmul_precision() != "highest":
             dtypes.add(torch.bfloat16)
         bound = max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps) ** 0.5

@@ -32,6 +32,26 @@ class KernelTile:
         return blocks | {"num_warps": self.warps, "num_stages": self.stages}
 
 
+@dataclass(frozen=True)
+class Generation:
+    """NVIDIA GPUs of one compute capability. Tests compile the kernels for each of them and compare their shared memory."""
+
+    gpus: str
+    shared_memory: int  # bytes that one program may use; a multiprocessor has `_RESERVED_MEMORY` more
+    status: str
+
+
+MEASURED, EXPECTED = "measured", "expected"  # by benchmarks on this GPU, or chosen from the tiles that were measured
+GENERATIONS = {  # by compute capability × 10
+    80: Generation("A100, A800, A30", 166912, EXPECTED),
+    86: Generation("A10, A40, RTX A6000, RTX 3090", 101376, EXPECTED),
+    89: Generation("L4, L40S, RTX 4090", 101376, EXPECTED),
+    90: Generation("H100, H200, GH200", 232448, MEASURED),  # on the H200
+    100: Generation("B200, GB200", 232448, EXPECTED),
+    120: Generation("RTX 5090, RTX PRO 6000", 101376, EXPECTED),
+}
+
+
 # H200, bf16, 32k×32k, diagonal excluded, TFLOP/s at D = 512 / 768 / 1024. 256×128, 8 warps, 3 stages: 655 / 712 / 735.
 # 128×128, 4 warps: 598 / 537 / 511. 128×256, 8 warps: 257 / 288 / 326. The cuBLAS matmul in the same run: 648 / 681 / 729.
 _LOGSUMEXP = KernelTile(rows=256, columns=128, dims=64, warps=8, stages=3)

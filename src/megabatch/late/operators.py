@@ -27,7 +27,7 @@ from megabatch.ring.ranks import Ranks, agree, choose_route
 from megabatch.ring.routes import Route
 from megabatch.tiles.block import EAGER, HALF_DTYPE, windows
 from megabatch.tiles.eager import diagonal_of
-from megabatch.tiles.sums import LogSum, weighted_softmax
+from megabatch.tiles.sums import LogSum, exact_dtype, to_exact, weighted_softmax
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Logsumexps and their gradients, over the tiles of an engine: `tiles` or `kernels`.
@@ -87,7 +87,7 @@ def tile_gradients(
     dcol: Tensor | None,  # (M,)
     dquery: Tensor,  # (Tq, D) added to
     ddocument: Tensor,  # (Td, D) added to
-    dscale: Tensor | None,  # () float64, added to
+    dscale: Tensor | None,  # () in `exact_dtype`, added to
     kept: Kept | None = None,
 ) -> None:
     """Adds the gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩ to `dquery`, `ddocument` and `dscale`.
@@ -113,7 +113,7 @@ def tile_gradients(
         weights = g if block.weight is None else g.mul_(block.weight[rows, None])
         if dscale is not None:
             finite = largest if empty is None else largest.masked_fill(empty[columns], 0.0)  # because 0·∞ is NaN
-            dscale.add_((weights.double() * finite).sum())
+            dscale.add_((to_exact(weights) * finite).sum())
         return weights
 
     backend_for(backend, block).add_gradients(block, weigh, dquery, ddocument, kept)
@@ -145,7 +145,7 @@ def pair_gradients(
             largest, g = largest.masked_fill(missing, 0.0), g.masked_fill(missing, 0.0)
         weights = g if block.weight is None else g * block.weight[rows, None]
         if dscale is not None:
-            dscale += (weights.double() * largest).sum()
+            dscale += (to_exact(weights) * largest).sum()
         pairs.add_gradients(weights, winners, dquery, ddocument)
 
 
@@ -453,14 +453,16 @@ def maxsim_logsumexp(given: MaxsimInputs) -> tuple[Tensor, ...]:
     """Returns (log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, mean_weight, row, col, scores, argmax).
 
     The last four are for backward. `row` and `col` are packed sums. Without `columns`, the second result and `col` are empty.
-    If the diagonal is not separate, s_ii is empty. The first three results are float64. Scores and argmax indices are empty if
-    backward cannot be called (`keep`), if there are several ranks, or if they do not fit in a workspace.
+    If the diagonal is not separate, s_ii is empty. The first three results have the `exact_dtype`. Scores and argmax indices
+    are empty if backward cannot be called (`keep`), if there are several ranks, or if they do not fit in a workspace.
     """
     block, separate = given.block(), given.diagonal == SEPARATE
     passes = _passes_for(given, block, "late interaction", mean=separate)
     kept = _allocate_kept(given, block)
     row, col = passes.statistics(block, columns=given.columns, **({} if kept is None else {"kept": kept}))
-    match = pair_scores(block, kept)[:, 0].to(torch.float64, copy=True) if separate and block.N else logit(given.query, 0)
+    match = logit(given.query, 0)
+    if separate and block.N:
+        match = pair_scores(block, kept)[:, 0].to(exact_dtype(block.device), copy=True)
     of_columns = (col.value(), col.pack()) if given.columns else (logit(given.query, 0), block.zeros(2, 0))
     mean_weight = fill_mean_weight(given.query, passes.mean_weight)
     return row.value(), of_columns[0], match, mean_weight, row.pack(), of_columns[1], *(kept or _keep_nothing(given))
@@ -496,7 +498,7 @@ def maxsim_logsumexp_backward(
     grad_scale = choose_grad_scale(block.scale, block.precision, drow, dcol, matches=dmatch, largest=passes.largest)
     factor = block.scale * grad_scale
     dquery, ddocument = block.zeros(*given.query.shape), given.document.new_empty(given.document.shape)
-    dscale = torch.zeros((), dtype=torch.float64, device=block.device) if needs[2] else None
+    dscale = torch.zeros((), dtype=exact_dtype(block.device), device=block.device) if needs[2] else None
     kept = Kept(scores, winners) if scores.numel() else None
     # One process computes and rounds the gradients of a few documents at a time. Several ranks process all documents at once,
     # because they send the gradients of all documents.
@@ -556,7 +558,7 @@ def maxsim_pairs_backward(given: MaxsimInputs, dscores: Tensor, needs: list[bool
     block = given.block()
     grad_scale = choose_grad_scale(block.scale, block.precision, dscores)
     dquery, ddocument = (block.zeros(*side.shape) for side in (given.query, given.document))
-    dscale = torch.zeros((), dtype=torch.float64, device=block.device) if needs[2] else None
+    dscale = torch.zeros((), dtype=exact_dtype(block.device), device=block.device) if needs[2] else None
     pair_gradients(block, dscores / grad_scale, dquery, ddocument, dscale)
     factor = block.scale * grad_scale
     sums = (total.mul_(factor).to(side.dtype) for total, side in ((dquery, given.query), (ddocument, given.document)))

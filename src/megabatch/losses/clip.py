@@ -18,6 +18,7 @@ from megabatch.primitives import (
     cross_entropy,
     cross_entropy_loss,
     describe_loss,
+    exact_dtype,
     execution,
     logsumexp,
     mean_logit,
@@ -27,6 +28,7 @@ from megabatch.primitives import (
     sigmoid_loss,
     soft_cross_entropy,
     sum_over_ranks,
+    to_exact,
     widen_float16,
 )
 
@@ -282,13 +284,13 @@ def matryoshka_clip_loss(
         for width, weight in weighted.items():
             x, y = (F.normalize(side[:, :width], dim=1) for side in (images, texts))
             loss = clip_loss(x, y, scale, **options) if symmetric else info_nce_loss(x, y, scale=scale, **options)
-            losses.append(weight * loss.double())
+            losses.append(weight * to_exact(loss))
     return (torch.stack(losses).sum(0) + zero).to(loss.dtype)
 
 
 def _agree_on_weights(weights: list[float], image: Tensor, text: Tensor, group: Group) -> Tensor:  # ()
     """Returns 0 after all ranks have compared their weights. The losses of the prefixes compare everything else."""
-    zero = torch.zeros((), dtype=torch.float64, device=image.device)
+    zero = torch.zeros((), dtype=exact_dtype(image.device), device=image.device)
     if group is None:
         return zero
     loss = describe_loss(group, "matryoshka_clip_loss", weights=weights)

@@ -148,7 +148,7 @@ def _check_shapes(value: Negatives, name: str, query: Tensor) -> None:
 
 def _can_look_at(values: Tensor) -> bool:
     """Returns whether the CPU can read the values without synchronizing. Meta and traced tensors have no values."""
-    return not values.is_cuda and not values.is_meta and not torch.compiler.is_compiling()
+    return values.is_cpu and not torch.compiler.is_compiling()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

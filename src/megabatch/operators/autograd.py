@@ -30,6 +30,7 @@ from megabatch.tiles.block import (
     backend_for,
     sums_dtype,
 )
+from megabatch.tiles.sums import exact_dtype
 from megabatch.tiles.symmetric import Triangle
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -335,8 +336,8 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dx, dy, dscale, dro
 
 
 def fill_mean_weight(x: Tensor, mean_weight: float) -> Tensor:  # ()
-    """Returns the factor that turns a sum over local pairs into this rank's part of a mean, in float64."""
-    return torch.full((), mean_weight, dtype=torch.float64, device=x.device)
+    """Returns the factor that turns a sum over local pairs into this rank's part of a mean, in `exact_dtype`."""
+    return torch.full((), mean_weight, dtype=exact_dtype(x.device), device=x.device)
 
 
 def statistic(x: Tensor, *shape: int) -> Tensor:
@@ -345,8 +346,8 @@ def statistic(x: Tensor, *shape: int) -> Tensor:
 
 
 def logit(x: Tensor, *shape: int) -> Tensor:
-    """Returns an uninitialized tensor for logits or logsumexps, in float64 because losses subtract them (`LogSum.value`)."""
-    return x.new_empty(shape, dtype=torch.float64)
+    """Returns an uninitialized tensor in `exact_dtype` for logits or logsumexps, which losses subtract (`LogSum.value`)."""
+    return x.new_empty(shape, dtype=exact_dtype(x.device))
 
 
 def empty_gradients(x: Tensor, y: Tensor, scale: Tensor, needs: Needs, dtype: torch.dtype | None = None) -> Gradients:
@@ -427,7 +428,7 @@ def finish(
     dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, scale, needs._replace(dy=False), dtype)
     factor = block.scale * grad_scale
     products: Tensor | None = None  # dot products of the matching pairs, computed on first use
-    total_dscale = torch.zeros_like(dscale, dtype=torch.float64)  # one number, so float64 takes no extra time
+    total_dscale = torch.zeros_like(dscale, dtype=exact_dtype(dscale.device))  # one number, so float64 takes no extra time
     for rows, dx_rows, dscale_rows, drow_bias_rows in strips:
         if dscale_rows is not None and dmatch is not None:
             products = local.matching_products(block) if products is None else products
@@ -444,7 +445,7 @@ def finish(
             )
             dscale_rows = from_dx if dscale_rows is None else dscale_rows
         if dscale_rows is not None:
-            total_dscale += dscale_rows.sum(dtype=torch.float64)
+            total_dscale += dscale_rows.sum(dtype=total_dscale.dtype)
         if drow_bias_rows is not None:
             drow_bias[rows] = drow_bias_rows
     dscale.copy_(total_dscale * grad_scale)

@@ -54,11 +54,11 @@ from megabatch.tiles.block import (
     Block,
     Needs,
     accumulator_dtype,
+    exact_matching_logits,
     matching_logits,
-    matching_logits_in_float64,
     widen_float16,
 )
-from megabatch.tiles.sums import exact_softplus, less_match
+from megabatch.tiles.sums import exact_dtype, exact_softplus, less_match, to_exact
 
 
 def _dtype_to_save(*inputs: Tensor) -> torch.dtype | None:
@@ -174,11 +174,11 @@ def cross_entropy(given: CrossEntropyInputs, needs: list[bool]) -> tuple[Tensor,
     terms = {"the direction of the sums": "rows and columns" if given.columns else "rows"}
     passes = passes_for(given.group, given.backend, block, "cross-entropy", needs=needed, mean=True, terms=terms)
     row, col = passes.tiles.logsumexp_statistics(block, columns=given.columns)
-    match = matching_logits_in_float64(block, passes.local.matching_products(block), by_kernels=given.backend == TRITON)
+    match = exact_matching_logits(block, passes.local.matching_products(block), by_kernels=given.backend == TRITON)
     directions = [_cross_entropies(sums.value(), match, block.dtype) for sums in ((row, col) if given.columns else (row,))]
     losses, weights = zip(*directions, strict=True)
     weight = (passes.mean_weight if given.mean else 1.0) / len(directions)
-    loss = (torch.stack(losses).sum(dtype=torch.float64) * weight).to(block.dtype)
+    loss = (torch.stack(losses).sum(dtype=exact_dtype(match.device)) * weight).to(block.dtype)
     dtype = _dtype_to_save(given.x, given.y)
     if not any(needed):
         return loss, *empty_gradients(given.x, given.y, given.scale, needed, dtype)[:3]
@@ -263,7 +263,7 @@ def sigmoid(given: SoftplusInputs, mean: bool, needs: list[bool]) -> tuple[Tenso
         total = passes.tiles.softplus_sums(block)
         gradients = empty_gradients(given.x, given.y, given.scale, needed, dtype)
     total -= F.logsigmoid(match)
-    loss = total.sum(dtype=torch.float64) * mean_weight
+    loss = total.sum(dtype=exact_dtype(total.device)) * mean_weight
     return loss.to(block.dtype), *gradients[:4]
 
 
@@ -318,7 +318,7 @@ def nt_xent(given: ViewsInputs, needs: list[bool]) -> tuple[Tensor, ...]:
     One pass sums over the negatives from the other view, and the symmetric passes sum over the negatives from the same view.
     """
     z1, z2, dtype = widen_float16(given.z1), widen_float16(given.z2), accumulator_dtype(given.z1.dtype)
-    scale, run = given.scale.double(), (given.precision, given.backend, given.group)
+    scale, run = to_exact(given.scale), (given.precision, given.backend, given.group)
     _agree(given, z1, z2, needs)
     pair = z1, z2, scale, *(None,) * 7, True, SEPARATE, given.precision, FLOAT32, given.backend, given.group
     *across, match, mean_weight, row, col = logsumexp(*pair)
@@ -326,10 +326,10 @@ def nt_xent(given: ViewsInputs, needs: list[bool]) -> tuple[Tensor, ...]:
     negatives = [torch.logaddexp(*parts) for parts in zip(across, within, strict=True)]
     losses, weights = zip(*(_cross_entropies(total, match, dtype) for total in negatives), strict=True)
     weight = (mean_weight if given.mean else 1.0) / 2
-    loss = (torch.stack(losses).sum(dtype=torch.float64) * weight).to(dtype)
+    loss = (torch.stack(losses).sum(dtype=exact_dtype(match.device)) * weight).to(dtype)
     if not any(needs):
         return loss, *empty_gradients(z1, z2, given.scale, Needs(*needs))[:3]
-    dmatch = -(weights[0] + weights[1]).double() * weight
+    dmatch = -to_exact(weights[0] + weights[1]) * weight
     dacross, dwithin = (
         [_share(part, total, p) * weight for part, total, p in zip(parts, negatives, weights, strict=True)]
         for parts in (across, within)
@@ -393,17 +393,17 @@ def sup_con(given: LabelsInputs, needs: list[bool]) -> tuple[Tensor, ...]:
     number.
     """
     z, dtype = widen_float16(given.z), accumulator_dtype(given.z.dtype)
-    scale, run = given.scale.double(), (given.precision, given.backend, given.group)
+    scale, run = to_exact(given.scale), (given.precision, given.backend, given.group)
     _agree(given, z, z, [needs[0], False, needs[1]])
     mean_logit, sole, mean_weight, count = positives(z, scale, given.labels, *run)
     others, packed = symmetric_logsumexp(z, scale, sole, ALL, *run)
     losses, probabilities = _cross_entropies(others, mean_logit, dtype)
     weight = mean_weight if given.mean else torch.ones_like(mean_weight)
     losses = torch.where(count == 1, losses, others - mean_logit).where(count > 0, 0.0)
-    loss = (losses.sum(dtype=torch.float64) * weight).to(dtype)
+    loss = (losses.sum(dtype=exact_dtype(losses.device)) * weight).to(dtype)
     if not any(needs):
         return loss, *empty_gradients(z, z, given.scale, Needs(False, False, False))[1:3]
-    d = torch.where(count == 1, probabilities.double(), 1.0).where(count > 0, 0.0) * weight
+    d = torch.where(count == 1, to_exact(probabilities), 1.0).where(count > 0, 0.0) * weight
     dz, dscale = symmetric_logsumexp_backward(z, scale, sole, ALL, *run, packed, d, needs)
     of_positives, dscale_of_positives = positives_backward(z, scale, given.labels, *run, count, -d, needs)
     dz += of_positives
@@ -438,4 +438,4 @@ def _agree(given: ViewsInputs | LabelsInputs, x: Tensor, y: Tensor, needs: list[
 
 def _share(part: Tensor, total: Tensor, weight: Tensor) -> Tensor:  # (N,)
     """Returns weight · exp(part − total), the derivative with respect to one part of a logsumexp. It is 0 for an empty sum."""
-    return torch.where(part == -torch.inf, 0.0, weight.double() * (part - total).exp())
+    return torch.where(part == -torch.inf, 0.0, to_exact(weight) * (part - total).exp())

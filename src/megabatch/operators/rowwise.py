@@ -20,6 +20,7 @@ from megabatch.ring.ranks import Ranks, agree
 from megabatch.tiles import plan
 from megabatch.tiles.block import EAGER, TRITON, Block, by_matmul_setting, round_logits, round_to_precision, windows
 from megabatch.tiles.eager import rank_noise
+from megabatch.tiles.sums import exact_dtype, to_exact
 from megabatch.tiles.symmetric import SameId
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def _shapes(given: PositivesInputs) -> tuple[Tensor, ...]:
 def positives(given: PositivesInputs) -> tuple[Tensor, ...]:
     """Returns (mean, partner_ids, mean_weight, count), for the other rows j with the label of row i.
 
-    - mean: the mean of s_ij over these rows j in float64, or 0 without such rows.
+    - mean: the mean of s_ij over these rows j in `exact_dtype`, or 0 without such rows.
     - partner_ids: ids that are equal only for two rows that are each other's only positive.
     - mean_weight: (Σ over local rows with a positive) · mean_weight is this rank's part of the mean over all such rows.
     - count: the number of rows j.
@@ -109,7 +110,7 @@ def positives(given: PositivesInputs) -> tuple[Tensor, ...]:
     passes = passes_for(given.group, EAGER, block, "positives")
     number = torch.arange(block.N, device=given.z.device) * passes.size + passes.rank  # unique over all ranks
     values = round_to_precision(given.z, block.precision)
-    products = torch.zeros(block.N, dtype=torch.float64, device=given.z.device)
+    products = torch.zeros(block.N, dtype=exact_dtype(given.z.device), device=given.z.device)
     count, partner = torch.full_like(number, -1), -number  # negative, because the sums below include the row itself
 
     def visit_block(here: Tensors, own: bool) -> None:
@@ -118,12 +119,12 @@ def positives(given: PositivesInputs) -> tuple[Tensor, ...]:
         count.add_(same.count)
         partner.add_(same.integer_sums(numbers))
         for part, sums in same.sums(others):
-            mine = values[:, part].double()
+            mine = to_exact(values[:, part])
             products.add_((mine * (sums - mine if own else sums)).sum(1))
 
     passes.visit([values, labels, number], visit_block)
     sole = torch.where(count == 1, torch.minimum(number, partner), number)
-    anchors = passes.total((count > 0).sum()).double()
+    anchors = to_exact(passes.total((count > 0).sum()))
     mean = (products / count.clamp_min(1)).to(block.dtype)
     logits = round_logits(mean, given.scale, block.precision, by_kernels=given.backend == TRITON)
     return logits, sole, passes.size / anchors.clamp_min(1), count
@@ -143,20 +144,20 @@ def positives_backward(
     """Returns (dz, dscale), where dz_i = scale · Σ_{j∈P(i)} (w_i + w_j)·z_j and w = dmean / count."""
     block, labels = given.block(), given.labels.long().contiguous()
     passes = passes_for(given.group, EAGER, block, "positives backward")
-    values, weight = round_to_precision(given.z, block.precision), (dmean / count.clamp_min(1)).double()[:, None]
+    values, weight = round_to_precision(given.z, block.precision), to_exact(dmean / count.clamp_min(1))[:, None]
     dz = block.zeros(block.N, block.D)
-    products = torch.zeros(block.N, dtype=torch.float64, device=given.z.device)
+    products = torch.zeros(block.N, dtype=exact_dtype(given.z.device), device=given.z.device)
 
     def visit_block(here: Tensors, own: bool) -> None:
         others, ids, weights = here
         same = SameId(labels, ids)
         for part, sums in same.sums(others):
-            mine = values[:, part].double()
+            mine = to_exact(values[:, part])
             sums = sums - mine if own else sums
             products.add_((mine * sums).sum(1))
             dz[:, part] += (weight * sums).to(dz.dtype)
         for part, sums in same.sums(others, weights):
-            mine = weight * values[:, part].double()
+            mine = weight * to_exact(values[:, part])
             dz[:, part] += (sums - mine if own else sums).to(dz.dtype)
 
     passes.visit([values, labels, weight], visit_block)

@@ -31,11 +31,11 @@ from megabatch.tiles.block import (
     Block,
     Needs,
     accumulator_dtype,
+    exact_matching_logits,
     matching_logits,
-    matching_logits_in_float64,
     sums_dtype,
 )
-from megabatch.tiles.sums import LOG_SUM_PLANES, SOFT_SUM_PLANES, LogSum, SoftSum
+from megabatch.tiles.sums import LOG_SUM_PLANES, SOFT_SUM_PLANES, LogSum, SoftSum, exact_dtype
 from megabatch.tiles.symmetric import SameLabel, Triangle, TriangleSide
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -108,14 +108,14 @@ def logsumexp(given: LogsumexpInputs) -> tuple[Tensor, ...]:
     """Returns (log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, mean_weight, row, col). The last two are packed sums for backward.
 
     Without `columns`, the second and the last result are empty. If the diagonal is not separate, s_ii is empty. The first three
-    results are float64. `mean_weight` turns a sum over local pairs into this rank's part of a mean.
+    results have the `exact_dtype`. `mean_weight` turns a sum over local pairs into this rank's part of a mean.
     """
     block, separate = given.block(), given.diagonal == SEPARATE
     passes = passes_for(given.group, given.backend, block, "logsumexp", mean=separate, terms=given.terms())
     row, col = passes.tiles.logsumexp_statistics(block, columns=given.columns)
     match = logit(given.x, 0)
     if separate:
-        match = matching_logits_in_float64(block, passes.local.matching_products(block), by_kernels=given.backend == TRITON)
+        match = exact_matching_logits(block, passes.local.matching_products(block), by_kernels=given.backend == TRITON)
     dtype = sums_dtype(given.backend, block.dtype)
     mean_weight = fill_mean_weight(given.x, passes.mean_weight)
     return row.value(), col.value(), match, mean_weight, row.pack().to(dtype), col.pack().to(dtype)
@@ -239,7 +239,7 @@ def _symmetric_shapes(given: SymmetricInputs) -> tuple[Tensor, Tensor]:
 
 @define(SymmetricInputs, results=2, fake=_symmetric_shapes)
 def symmetric_logsumexp(given: SymmetricInputs) -> tuple[Tensor, Tensor]:
-    """Returns log Σ_j exp s_ij in float64, and the packed sums for backward."""
+    """Returns log Σ_j exp s_ij in `exact_dtype`, and the packed sums for backward."""
     block, order = given.block()
     row = given.triangle(given.passes(block, "symmetric logsumexp")).statistics(block)
     return _in_order(row.value(), order), row.pack()
@@ -262,7 +262,7 @@ def symmetric_logsumexp_backward(
     drow = drow if order is None else drow[order]
     grad_scale = choose_grad_scale(block.scale, block.precision, drow, largest=passes.largest)
     side = TriangleSide(LogSum.unpack(row), divide_gradient(drow, grad_scale), block.zeros(block.N, block.D))
-    dscale = torch.zeros_like(given.scale, dtype=torch.float64)  # one number, so float64 takes no extra time
+    dscale = torch.zeros_like(given.scale, dtype=exact_dtype(given.scale.device))  # one number, so float64 takes no extra time
     given.triangle(passes).gradients(block, side, dscale if needs[1] else None)
     dz = block.x.new_empty(block.x.shape)  # contiguous, because kernels need it; `empty_like` would copy the strides of z
     passes.local.finish_rows(

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megabatch.tiles.sums import Best, LogSum, SoftSum
+from megabatch.tiles.sums import Best, LogSum, SoftSum, to_exact
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The precision of the matmuls: inputs are rounded to it once, and everything after that is exact or fp32.
@@ -303,13 +303,13 @@ def matching_logits(block: Block, products: Tensor) -> Tensor:  # (N,)
     return out
 
 
-def matching_logits_in_float64(block: Block, products: Tensor, *, by_kernels: bool) -> Tensor:  # (N,)
-    """Returns s_ii in float64 from the dot products ⟨x_i, y_i⟩. s_ii is rounded in the same way as in an engine's tiles.
+def exact_matching_logits(block: Block, products: Tensor, *, by_kernels: bool) -> Tensor:  # (N,)
+    """Returns s_ii in `exact_dtype` from the dot products ⟨x_i, y_i⟩. s_ii is rounded in the same way as in an engine's tiles.
 
     So the logits of equal dot products are equal at every scale, and their difference is 0.
     """
     if not by_kernels or block.second_model is not None:  # with a second model, kernels read tiles that PyTorch has rounded
-        return matching_logits(block, products).double()
+        return to_exact(matching_logits(block, products))
     out = round_logits(products, block.scale, block.precision, by_kernels=True)
     for bias in (block.row_bias, block.col_bias):
         if bias is not None:
@@ -318,14 +318,14 @@ def matching_logits_in_float64(block: Block, products: Tensor, *, by_kernels: bo
 
 
 def round_logits(products: Tensor, scale: Tensor, precision: str, *, by_kernels: bool) -> Tensor:  # (K,), ()
-    """Returns scale·products in float64, rounded in the same way as the logits of an engine's tiles.
+    """Returns scale·products in `exact_dtype`, rounded in the same way as the logits of an engine's tiles.
 
     PyTorch operations round logits to the accumulator dtype. Kernels do not round the logits, but for half-precision inputs
     they round scale·log2 e to float32 (`kernels.operands.kernel_options`). A logit beyond the range of the accumulator dtype is
     infinite.
     """
     factor = scale.to(products.dtype)
-    rounded_logits = (products * factor).double()
+    rounded_logits = to_exact(products * factor)
     if not by_kernels:
         return rounded_logits
     factor = factor.double()

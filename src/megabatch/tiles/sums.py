@@ -7,6 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_WITH_FLOAT64 = ("cpu", "cuda", "meta")  # device types on which every device computes in float64
+
+
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """Returns the dtype of logits and logsumexps that a loss subtracts: float64, or float32 where float64 may be missing.
+
+    Apple GPUs and many Intel GPUs have no float64. There, a difference of two logits has the rounding error of a float32 logit.
+    """
+    return torch.float64 if device.type in _WITH_FLOAT64 else torch.float32
+
+
+def to_exact(values: Tensor) -> Tensor:
+    """Converts to `exact_dtype`. Values that are float64 stay float64."""
+    return values.to(exact_dtype(values.device))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Σ exp(s) without overflow, as the pair exp(shift) · total.
 #
@@ -33,12 +49,12 @@ class LogSum(NamedTuple):
         return cls(shift, torch.zeros_like(shift))
 
     def value(self) -> Tensor:
-        """Returns the logarithms of the sums in float64, and −inf for empty sums.
+        """Returns the logarithms of the sums in `exact_dtype`, and −inf for empty sums.
 
         A loss subtracts a logit of the same size. At 10⁸, neighboring float32 numbers differ by 8, so a difference in float32
         would have no correct digit.
         """
-        return finite_or_zero(self.shift).double() + self.total.double().log()
+        return to_exact(finite_or_zero(self.shift)) + to_exact(self.total).log()
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "LogSum":
@@ -121,7 +137,7 @@ def exact_softplus(values: Tensor) -> Tensor:
 
 
 def less_match(negatives: Tensor, match: Tensor, dtype: torch.dtype) -> Tensor:  # (N,)
-    """Returns negatives − match, which are float64, rounded to `dtype`. It is NaN where the match is +inf.
+    """Returns negatives − match, which have the `exact_dtype`, rounded to `dtype`. It is NaN where the match is +inf.
 
     Without NaN, the loss of such a pair would be 0, so a run whose matmuls overflow would seem to have a perfect loss.
     """
@@ -166,9 +182,9 @@ class SoftSum(NamedTuple):
     def value(self) -> Tensor:
         """Returns the cross-entropies in the dtype of the sums.
 
-        They are computed in float64, because some CPUs round a float32 logarithm to the second-nearest number.
+        They are computed in `exact_dtype`, because some CPUs round a float32 logarithm to the second-nearest number.
         """
-        return (self.student.total.double().log() + self.gap.double() / self.teacher.total).to(self.gap.dtype)
+        return (to_exact(self.student.total).log() + to_exact(self.gap) / self.teacher.total).to(self.gap.dtype)
 
     def add_(self, other: "SoftSum") -> None:
         """Adds the partial sums of other terms, in place."""

@@ -22,7 +22,7 @@ from megabatch.tiles.block import (
     sums_dtype,
     windows,
 )
-from megabatch.tiles.sums import LogSum
+from megabatch.tiles.sums import LogSum, to_exact
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Symmetric logits: s_ij = s_ji, so every rectangle above the diagonal is computed once, for its rows and its columns.
@@ -203,7 +203,7 @@ class SameId:
         first, has_any = self._first.clamp_max(M - 1), (self.count > 0)[:, None]
         elements = _ON_CPU if values.device.type == "cpu" else _ON_ACCELERATOR
         for part in windows(K, max(_MIN_DIM, elements // max(N, M))):
-            ordered = values[self._order, part].double()
+            ordered = to_exact(values[self._order, part])
             if weights is not None:
                 ordered *= weights[self._order]
             sums = torch.segment_reduce(ordered, "sum", offsets=self._segments, axis=0, initial=0, unsafe=True)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -131,6 +133,24 @@ def add_dim(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds `--json`. With it, standard output is one JSON document (`print_json`), and messages go to standard error."""
+    parser.add_argument("--json", action="store_true", help=f"print {what} as one JSON document")
+
+
+def print_json(value: Any) -> None:
+    """Prints the result of a command with `--json`. JSON has no numbers for NaN and ±∞, so they become null."""
+    print(json.dumps(_without_nan(value), indent=1, default=str))
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def add_model_arguments(
     parser: argparse.ArgumentParser, default: str = "validation data of the run, or else its training data"
 ) -> None:
@@ -147,7 +167,7 @@ def add_model_arguments(
     parser.add_argument(
         "--device",
         default="auto",
-        help='"cpu", "cuda" or "auto", which is "cuda" if a CUDA device is available (default: auto)',
+        help='"cpu", "cuda", "mps", "xpu" or "auto", which is the accelerator that PyTorch finds (default: auto)',
     )
     parser.add_argument("--chunk-size", type=parse_positive_int, default=256, metavar="N", help=f"{CHUNK_HELP} (default: 256)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help=f"{WORKERS_HELP} (default: 0)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabatch_train import commands
-from megabatch_train.commands import add_dim, add_model_arguments, describe
+from megabatch_train.commands import add_dim, add_json, add_model_arguments, describe, print_json
 from megabatch_train.names import redact, tell
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     describe(parser, DESCRIPTION)
     add_model_arguments(parser)
     add_dim(parser)
+    add_json(parser, "the result")
     parser.add_argument("--zero-shot", action="store_true", help="classify images; the captions are the class names")
     parser.add_argument(
         "--classes", metavar="FILE", help="file with class names, one per line (default: all captions of the data)"
@@ -90,12 +92,16 @@ def run(args: argparse.Namespace) -> int:
         if world.rank == 0:
             split = f", {inputs.split}" if inputs.split else ""
             dim = f", {args.dim} dimensions" if args.dim is not None else ""
-            tables.table(result, f"{args.model} on {redact(inputs.data)}{split}{dim}").print()
+            about = {"model": args.model, "data": redact(inputs.data), "split": inputs.split}
+            about |= {} if args.dim is None else {"dim": args.dim}
+            if args.json:
+                print_json(about | result)
+            else:
+                tables.table(result, f"{args.model} on {redact(inputs.data)}{split}{dim}").print()
             path = args.output or (None if inputs.folder is None else inputs.folder / FILE)
             if path is not None:
-                about = {"model": args.model, "data": redact(inputs.data), "split": inputs.split}
-                results.append(path, about | ({} if args.dim is None else {"dim": args.dim}) | result)
-                tell(f"appended the result to {path}")
+                results.append(path, about | result)
+                tell(f"appended the result to {path}", sys.stderr if args.json else None)
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megabatch import extras
-from megabatch_train.commands import CHUNK_HELP, LORA_HELP, describe, parse_positive_int
+from megabatch_train.commands import CHUNK_HELP, LORA_HELP, add_json, describe, parse_positive_int, print_json
 from megabatch_train.planning import gpus
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--loss-efficiency", type=_parse_fraction, default=gpus.LOSS_EFFICIENCY, metavar="SHARE", help=rate.format("losses"))
     files = "folder for plan.txt, plan.json, plan.png and plan.svg (default: print only)"
     add("--output", type=Path, metavar="FOLDER", help=files)
+    add_json(parser, "the plan")
 
 
 def _parse_batch_size(text: str) -> int:
@@ -178,13 +179,17 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, ModuleNotFoundError) as error:
         print(f"megabatch plan: {error}", file=sys.stderr)
         return 2
-    text = step.format_plan(plan, args.batch_size)
-    print(text, end="")
+    text, values = step.format_plan(plan, args.batch_size), step.plan_values(plan, args.batch_size)
+    if args.json:
+        print_json(values)
+    else:
+        print(text, end="")
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "plan.txt").write_text(text)
-        (args.output / "plan.json").write_text(json.dumps(step.plan_values(plan, args.batch_size), indent=1) + "\n")
-        print(f"Written to {args.output}: plan.txt, plan.json" + _draw_plots(plan, args))
+        (args.output / "plan.json").write_text(json.dumps(values, indent=1) + "\n")
+        written = f"Written to {args.output}: plan.txt, plan.json" + _draw_plots(plan, args)
+        print(written, file=sys.stderr if args.json else sys.stdout)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabatch_train import commands
-from megabatch_train.commands import Command, add_dim, add_model_arguments, describe
+from megabatch_train.commands import Command, add_dim, add_json, add_model_arguments, describe, print_json
 from megabatch_train.names import redact, tell
 
 if TYPE_CHECKING:
@@ -192,9 +191,7 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--embeddings", metavar="FILE", help="file of `megabatch embed`; searches its embeddings instead of --data"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the matches as JSON with rank, similarity, index, name, path and text"
-    )
+    add_json(parser, "the matches with rank, similarity, index, name, path and text")
     parser.add_argument("--sheet", metavar="PNG", help="file of the contact sheet (default: found.png, or none with --json)")
 
 
@@ -324,7 +321,7 @@ def run_search(args: argparse.Namespace) -> int:
         results = find_matches(pair, source, queries, args.k)
     if args.json:
         matches = ([asdict(match) for match, _ in row] for row in results)
-        print(json.dumps([{"query": text, "matches": row} for text, row in zip(args.queries, matches, strict=True)], indent=1))
+        print_json([{"query": text, "matches": row} for text, row in zip(args.queries, matches, strict=True)])
     else:
         for text, row in zip(args.queries, results, strict=True):
             _tabulate(text, [match for match, _ in row]).print()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import re
 import shutil
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megabatch import __version__
 from megabatch_train import commands, machine, settings
-from megabatch_train.commands import MODEL_HELP, Command, add_trust, describe
+from megabatch_train.commands import MODEL_HELP, Command, add_json, add_trust, describe, print_json
 from megabatch_train.names import redact, tell
 from megabatch_train.settings import Setting
 
@@ -48,12 +49,24 @@ hosts or users, and no paths.
 
 
 def add_info_arguments(parser: argparse.ArgumentParser) -> None:
-    """Sets the description. `megabatch info` has no arguments."""
+    """Adds the arguments of `megabatch info`."""
     describe(parser, INFO_DESCRIPTION)
+    add_json(parser, "the information")
 
 
 def run_info(args: argparse.Namespace) -> int:
     """Prints the information in two columns, then the rules."""
+    if args.json:
+        rules = describe_paths()
+        print_json(
+            {
+                "machine": machine.describe() | {"megabatch": __version__},
+                "backends": {name.removeprefix("backend of "): text for name, text in _list_backends()},
+                "extras": dict(_list_extras()),
+                "rules": [dict(zip(rules.headings, row, strict=True)) for row in rules.rows],
+            }
+        )
+        return 0
     sections = [_describe_machine(), _list_backends(), _list_extras()]
     width = max(len(name) for rows in sections for name, _ in rows)
     print("\n\n".join("\n".join(f"{name:{width}}  {value}" for name, value in rows) for rows in sections))
@@ -91,7 +104,10 @@ def _list_backends() -> list[tuple[str, str]]:
     """Returns the default backend of each device."""
     import torch
 
-    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    devices = ["cpu"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        devices += [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
     return [(f"backend of {device}", _describe_backend(torch.device(device))) for device in devices]
 
 
@@ -249,6 +265,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--of", metavar="RUN", help="folder of a run; lists its values instead of the defaults")
     parser.add_argument("--markdown", action="store_true", help="print the list as Markdown, as in docs/settings.md")
+    add_json(parser, "the settings")
 
 
 def run_config(args: argparse.Namespace) -> int:
@@ -269,6 +286,9 @@ def run_config(args: argparse.Namespace) -> int:
         raise ValueError(
             f"no setting contains {' and '.join(args.words)} in its name or description; `megabatch config` lists all"
         )
+    if args.json:
+        print_json([{"setting": s.key, "kind": s.kind, "value": _parse_default(s.default), "text": s.text} for s in matching])
+        return 0
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     for setting in matching:
         lines = textwrap.wrap(f"{setting.default or '(none)'}  {setting.text}", width - NAME_WIDTH - 2)
@@ -276,6 +296,14 @@ def run_config(args: argparse.Namespace) -> int:
         for line in lines[1:]:
             tell(" " * (NAME_WIDTH + 2) + line)
     return 0
+
+
+def _parse_default(text: str) -> Any:
+    """Returns the value that a list of settings shows as text; None for a setting without a value."""
+    try:
+        return json.loads(text) if text else None
+    except ValueError:
+        return text
 
 
 def format_page(all_settings: list[Setting]) -> str:

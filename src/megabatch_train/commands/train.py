@@ -156,6 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="value of any setting, such as ema=0.999; can be repeated",
     )
     add("--wandb", metavar="PROJECT", help="log to this project of Weights & Biases, too; needs `wandb login`")
+    add("--trackio", metavar="PROJECT", help="log to this project of trackio, too; `trackio show` opens its curves")
     add("--no-report", action="store_true", help="do not write report.html")
 
 
@@ -224,7 +225,7 @@ def run(args: argparse.Namespace) -> int:
         folder, checkpoint = world.from_first((folder, checkpoint))
         _check_writable(folder, world, args.resume)
         folder = _lock_folder(folder, world, args, stack)
-        count = configs.reader_count(config, world) if world.device.type == "cuda" else 0
+        count = configs.reader_count(config, world) if world.device.type != "cpu" else 0
         if not any("model" in table for table in tables):
             custom.check(config.model, folder)  # only the folder of the run names the model
         packages = ["megabatch_train.towers", *_packages_of(config.model)]
@@ -523,6 +524,10 @@ def _list_observers(args: argparse.Namespace) -> list[Observer]:
         from megabatch_train.display.observers import WandbLog
 
         observers.append(WandbLog(args.wandb))
+    if args.trackio:
+        from megabatch_train.display.observers import TrackioLog
+
+        observers.append(TrackioLog(args.trackio))
     return observers
 
 

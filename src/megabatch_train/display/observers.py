@@ -341,9 +341,7 @@ class WandbLog:
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Called after a step."""
-        numbers = {f"training/{name}": value for name, value in record.items() if name not in ("step", *_GROUPS)}
-        numbers |= {f"{group}/{name}": value for group in _GROUPS for name, value in record.get(group, {}).items()}
-        self._run.log(numbers, step=record["step"])
+        self._run.log(_name_numbers(record), step=record["step"])
 
     def on_evaluation(self, record: Mapping[str, Any]) -> None:
         """Called after an evaluation."""
@@ -355,6 +353,47 @@ class WandbLog:
     def finish(self, run: Any) -> None:
         """Called when the run ends or is stopped."""
         self._run.finish()
+
+
+class TrackioLog:
+    """An observer that writes every training number and every evaluation to trackio, which stores them on this machine.
+
+    Args:
+        project: project of the run. `trackio show` opens its curves in a browser.
+        **options: arguments of `trackio.init`, such as `space_id`.
+    """
+
+    def __init__(self, project: str = "megabatch", **options: Any) -> None:
+        self._trackio: Any = extras.load("trackio", purpose="A log for trackio")
+        self._project, self._options = project, options
+        self._run: Any = None
+
+    def start(self, run: Any) -> None:
+        """Called when the run starts or continues. A run that continues keeps its curves."""
+        settings = {"project": self._project, "name": run.folder.name, "resume": "allow", "embed": False}
+        settings |= {"config": redact(_plain(run.config))}
+        self._run = self._trackio.init(**{**settings, **self._options})
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Called after a step."""
+        self._run.log(_name_numbers(record), step=record["step"])
+
+    def on_evaluation(self, record: Mapping[str, Any]) -> None:
+        """Called after an evaluation."""
+        self._run.log({f"evaluation/{name}": value for name, value in record["evaluation"].items()}, step=record["step"])
+
+    def on_save(self, path: Path) -> None:
+        """Does nothing, because checkpoints are not stored."""
+
+    def finish(self, run: Any) -> None:
+        """Called when the run ends or is stopped."""
+        self._run.finish()
+
+
+def _name_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of a step by the names of their charts."""
+    numbers = {f"training/{name}": value for name, value in record.items() if name not in ("step", *_GROUPS)}
+    return numbers | {f"{group}/{name}": value for group in _GROUPS for name, value in record.get(group, {}).items()}
 
 
 def _plain(config: Any) -> Any:

@@ -14,6 +14,7 @@ from megabatch.dispatch import Backend, Execution
 from megabatch.losses import clip_loss
 from megabatch.pairwise import PairRanks
 from megabatch.primitives import RankedEntries, accumulator_dtype, execution, matching_products, rank
+from megabatch.tiles.sums import to_exact
 from megabatch.world import World
 from megabatch_train.data.dataset import Dataset, first_places, name_sides
 from megabatch_train.evaluation.embedding import device_of, embed
@@ -228,6 +229,7 @@ def retrieval(
 
 
 def _summary(name: str, ranks: Tensor) -> dict[str, float]:
+    ranks = ranks.cpu()  # some devices have no float64
     values = ranks.double()
     middle = values.quantile(0.5, interpolation="midpoint") if len(values) < 2**24 else values.median()  # quantile's limit
     result = {f"{name}_mean_rank": values.mean().item() + 1, f"{name}_median_rank": math.floor(middle.item()) + 1.0}
@@ -292,7 +294,7 @@ def zero_shot(image: Tensor, labels: Tensor, classes: Tensor, *, name: str = "im
         group: process group that the images are sharded over (default: no sharding). All ranks get the same result.
     """
     rows = torch.arange(len(image), device=image.device)
-    ranks = World.of(group, image.device).gather_rows(ranks_of_best(image, classes.to(image), rows, labels).row)
+    ranks = World.of(group, image.device).gather_rows(ranks_of_best(image, classes.to(image), rows, labels).row).cpu()
     if not len(ranks):
         raise ValueError("image must have at least one row, got none")
     return {f"{name}-zeroshot-val-top{k}": (ranks < k).double().mean().item() for k in TOPS}
@@ -306,7 +308,7 @@ def spearman(x: Tensor, y: Tensor) -> float:  # (n,), (n,)
     """Returns Spearman's rank correlation. Equal values get the mean of their ranks."""
     if len(x) < 2:
         raise ValueError(f"a correlation needs at least two scored pairs, got {len(x)}")
-    a, b = (_ranks(values) for values in (x, y))
+    a, b = (_ranks(values.cpu()) for values in (x, y))
     a, b = a - a.mean(), b - b.mean()
     return float((a @ b) / (a.norm() * b.norm()))
 
@@ -319,8 +321,8 @@ def sts(
     ours = list(range(world.rank, len(dataset), world.size))
     sides = [embed(pair.towers[side], dataset, side, ours, chunk_size=chunk_size, workers=workers) for side in (0, 1)]
     good = (dataset.usable(ours) & ~scores[ours].isnan()).to(sides[0].device)
-    cosines = torch.cosine_similarity(sides[0], sides[1])[good].double()
-    all_cosines, all_scores = world.gather_rows(cosines), world.gather_rows(scores[ours].to(cosines.device)[good])
+    cosines = to_exact(torch.cosine_similarity(sides[0], sides[1])[good])
+    all_cosines, all_scores = world.gather_rows(cosines), world.gather_rows(scores[ours].to(cosines)[good])
     failed = len(dataset) - len(all_cosines)
     return {"sts_spearman": spearman(all_cosines, all_scores), "num_samples": len(all_cosines), "num_failed": failed}
 

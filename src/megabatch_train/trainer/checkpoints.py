@@ -586,10 +586,11 @@ def _generators(device: torch.device) -> dict[str, Any]:
     if states.numpy is not None and states.numpy["bit_generator"] == "MT19937":
         inner = states.numpy["state"]
         numpy = [inner["key"].tolist(), int(inner["pos"]), states.numpy["has_gauss"], float(states.numpy["gauss"])]
-    return {"cpu": states.cpu, "cuda": [state for _, state in states.cuda], "python": states.python, "numpy": numpy}
+    kind = states.devices[0][0].type if states.devices else "cuda"
+    return {"cpu": states.cpu, kind: [state for _, state in states.devices], "python": states.python, "numpy": numpy}
 
 
 def _restore(saved: dict[str, Any], device: torch.device) -> None:
-    cuda = tuple((device, state) for state in saved["cuda"][:1] if device.type == "cuda")
+    devices = () if device.type == "cpu" else tuple((device, state) for state in saved.get(device.type, [])[:1])
     numpy = None if saved["numpy"] is None else ("MT19937", *saved["numpy"])
-    second_pass.restore_generators(second_pass.States(saved["cpu"], cuda, saved["python"], numpy))
+    second_pass.restore_generators(second_pass.States(saved["cpu"], devices, saved["python"], numpy))

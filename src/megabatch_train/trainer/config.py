@@ -240,7 +240,7 @@ class TrainConfig:
     epochs: float = 32.0  # passes over the data
     steps: int = 0  # number of steps; 0 trains for `epochs`
     seed: int = 0  # seed of the initial weights, the order and the augmentation
-    device: Literal["auto", "cuda", "cpu"] = "auto"  # "auto" is CUDA if there is a CUDA device, else the CPU
+    device: Literal["auto", "cuda", "mps", "xpu", "cpu"] = "auto"  # "auto" is the accelerator of PyTorch, else the CPU
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # dtype of matmuls; "auto" is bf16 if the GPU has it, else fp32
     compile: Literal["auto", "on", "off"] = "auto"  # compile the towers with torch.compile; "auto" does so on CUDA
     parallel: Literal["ddp", "fsdp"] = "ddp"  # under torchrun: DDP replicates the towers, FSDP2 shards them
@@ -349,12 +349,12 @@ MOST_READERS = 32
 def reader_count(config: TrainConfig, world: World) -> int:
     """Returns the number of data-loader workers of this rank.
 
-    "auto" is 0 on a CPU, because the towers need all cores. On CUDA it is the number of cores that this process may use,
+    "auto" is 0 on a CPU, because the towers need all cores. On a GPU it is the number of cores that this process may use,
     divided by the ranks of the machine, less one.
     """
     if isinstance(config.workers, int):
         return config.workers
-    if world.device.type != "cuda":
+    if world.device.type == "cpu":
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores // world.local_size - 1, MOST_READERS))

@@ -67,7 +67,7 @@ class PairStatistics(NamedTuple):
 
 
 @torch.no_grad()
-def pair_statistics(first: Tensor, second: Tensor) -> Tensor:  # (n, D), (n, D) -> (4,) float64
+def pair_statistics(first: Tensor, second: Tensor) -> Tensor:  # (n, D), (n, D) -> (4,)
     """Returns n, the spread of the first side, the spread of the second side and the advantage.
 
     The spreads and the advantage are multiplied by n, so that they can be summed over ranks. Each rank compares only its own
@@ -75,14 +75,14 @@ def pair_statistics(first: Tensor, second: Tensor) -> Tensor:  # (n, D), (n, D) 
     """
     count = len(first)
     if count < 2:
-        return torch.zeros(4, dtype=torch.float64, device=first.device)
+        return torch.zeros(4, device=first.device)
     x, y = first.detach().float(), second.detach().float()
     squared_norms = [side.square().sum() / count for side in (x, y)]  # 1 for embeddings of unit length
     spreads = [side.var(0).sum() / norm for side, norm in zip((x, y), squared_norms, strict=True)]
     # ⟨mean x, mean y⟩ is the mean over all pairs, including the matches, so the difference is scaled by n / (n − 1).
     difference = ((x * y).sum() / count - x.mean(0) @ y.mean(0)) * (count / (count - 1))
     advantage = difference / (squared_norms[0] * squared_norms[1]).sqrt()
-    return count * torch.stack([torch.ones_like(advantage), *spreads, advantage]).double()
+    return count * torch.stack([torch.ones_like(advantage), *spreads, advantage])
 
 
 def average_statistics(total: list[float]) -> PairStatistics:

@@ -102,7 +102,7 @@ def open_workers(
 ) -> AbstractContextManager[int | Executor]:
     """Returns a context with the data-loader workers of a run. `started` are processes of `loader.start_processes`."""
     preparations = [getattr(tower.prepare, "__self__", tower.prepare) for tower in pair.towers]
-    count, processes = reader_count(config, world), world.device.type == "cuda"
+    count, processes = reader_count(config, world), world.device.type != "cpu"
     return loader.open_readers(count, [*datasets, *preparations], processes=processes, started=started)
 
 
@@ -536,8 +536,8 @@ class Trainer:
     def _seed(self, step: int) -> None:
         seed = sample_seed(sample_seed(self.config.seed, step), self.world.rank)
         second_pass.seed_host(seed)
-        if self.world.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        if self.world.device.type != "cpu":
+            torch.get_device_module(self.world.device).manual_seed(seed)
 
     def _open_workers(self) -> AbstractContextManager[int | Executor]:
         if self._workers is not None:

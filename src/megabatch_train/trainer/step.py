@@ -145,7 +145,7 @@ def choose_fit(
         world: the ranks.
         about: settings of the towers that change the memory of a chunk. If given, measured chunk sizes are stored and reused.
     """
-    free = free_memory(world.device) // (1 if world.device.type == "cuda" else world.local_size)
+    free = free_memory(world.device) // (world.local_size if world.device.type == "cpu" else 1)
     free -= _count_later_bytes(modules, samples, pairs, world.device)
     graphs = max(0.0, config.graphs * free)
     checkpointing, is_reused = config.checkpointing == "on", False
@@ -550,9 +550,9 @@ class Step:
             second_pass.restore_generators(states)
             for statistic, before in zip(self._statistics, statistics, strict=True):
                 statistic.copy_(before)  # the chunks before the failure have updated the statistic
-            if self.world.device.type == "cuda":
+            if self.world.device.type != "cpu":
                 gc.collect()  # frees tensors in frames of other threads
-                torch.cuda.empty_cache()
+                torch.get_device_module(self.world.device).empty_cache()
             self.fit = self.measure() if self.fit.is_reused else self.fit.halve()
             LOG.warning("memory ran out, so the step is repeated with chunks of %s samples", self.fit.chunk_sizes)
 
