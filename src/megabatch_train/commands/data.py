@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Reading(NamedTuple):
-    """What the report needs of one sample."""
+    """The values of one sample that the report uses."""
 
-    index: int
+    number: int
     sides: tuple[Side, ...]  # empty for a broken sample
     seconds: float  # CPU time
     reason: str = ""  # why the sample is broken
@@ -142,7 +142,7 @@ def summarize(dataset: Dataset, readings: Iterable[Reading]) -> dict[str, Any]:
     for reading in readings:
         if not reading.sides:
             broken.append(
-                {"index": reading.index, "name": redact(dataset.name(reading.index)), "reason": redact(reading.reason)}
+                {"index": reading.number, "name": redact(dataset.name(reading.number)), "reason": redact(reading.reason)}
             )
             continue
         count, seconds = count + 1, seconds + reading.seconds
