@@ -1,5 +1,6 @@
 """The table by which a loss takes its path: every call has a rule, and the rules have the sizes that were measured."""
 
+import argparse
 import itertools
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def test_an_override_ends_with_its_block():
 
 
 def test_info_prints_every_rule(capsys):
-    assert small.run_info(None) == 0
+    assert small.run_info(argparse.Namespace(json=False)) == 0
     printed = capsys.readouterr().out
     for path, *_, size, _ in dispatch.describe_rules():
         assert any(path in line and size in line for line in printed.splitlines())

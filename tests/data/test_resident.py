@@ -160,7 +160,7 @@ def test_a_mixture_is_kept_as_well():
 
 
 def test_what_cannot_be_kept():
-    with pytest.raises(ValueError, match=r"memory.resident must be 0 for a model whose workers augment images"):
+    with pytest.raises(ValueError, match=r"memory.resident must be 0 for a model whose workers augment samples"):
         Resident(Photos(), (Texts(), Texts()), CPU)
     with pytest.raises(ValueError, match=r"memory.resident must allow 0.00 GiB for the samples of the whole dataset, got 0.00"):
         Resident(Photos(), PREPARATIONS, CPU, limit=1000)
