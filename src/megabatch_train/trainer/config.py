@@ -19,6 +19,7 @@ from megabatch.world import World
 from megabatch_train import names, settings
 from megabatch_train.data import load as data
 from megabatch_train.data.batches import MiningConfig
+from megabatch_train.evaluation.corpus import RetrievalConfig
 from megabatch_train.towers.models import anchor as anchor_model
 from megabatch_train.towers.tower import LoraConfig
 
@@ -259,6 +260,7 @@ class TrainConfig:
     model_options: dict[str, Any] = field(default_factory=dict)  # patch_dropout, image_size, context_length, options of texts
     stage: tuple[StageConfig, ...] = ()  # stages of the run, which replace `steps` and `epochs`: [[stage]] in a TOML file
     mining: MiningConfig = field(default_factory=MiningConfig)
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -409,6 +411,7 @@ FREE = (
     "evaluate_every",
     "validation",
     "validation_options",
+    "retrieval",
 )
 
 
@@ -517,8 +520,10 @@ def anchor_paths(values: Mapping[str, Any], directory: str | None = None) -> set
             found[f"{key}_options"] = data.anchor_options(options, place)
     if isinstance(model := found.get("model"), str):
         found["model"] = anchor_model(model, place)
-    if isinstance(groups := found.get("batch_groups"), str) and groups and (place / groups).exists():
-        found["batch_groups"] = str(place / groups)
+    paths = {"batch_groups": found.get("batch_groups"), **dict(found.get("retrieval") or {})}
+    absolute = {key: str(place / path) for key, path in paths.items() if path and (place / path).exists()}
+    found |= {"batch_groups": absolute.pop("batch_groups")} if "batch_groups" in absolute else {}
+    found |= {"retrieval": {**found["retrieval"], **absolute}} if absolute else {}
     if isinstance(loss := found.get("loss"), Mapping):
         models = {key: anchor_model(loss[key], place) for key in ("teacher", "guide") if loss.get(key)}
         found["loss"] = {**loss, **models}

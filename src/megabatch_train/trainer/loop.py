@@ -6,7 +6,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,7 @@ from megabatch_train.data.dataset import Dataset
 from megabatch_train.data.resident import Resident
 from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import Evaluated, evaluate
+from megabatch_train.evaluation.corpus import RetrievalTask, evaluate_corpus
 from megabatch_train.machine import StartClock, describe_device, peak_bytes
 from megabatch_train.names import format_row, sanitize
 from megabatch_train.towers import custom
@@ -149,9 +150,13 @@ class Trainer:
                     f"validation must have the sides of the training data, {' and '.join(dataset.sides)}, "
                     f"got {' and '.join(data.sides)}"
                 )
-        if config.evaluate_every and not self.validation:
-            raise ValueError(f"evaluate_every must be 0 without validation data (--validation), got {config.evaluate_every}")
-        check_best(config, dataset.sides, list(self.validation))
+        self._task = RetrievalTask(config.retrieval) if config.retrieval.corpus else None
+        if config.evaluate_every and not self.validation and self._task is None:
+            raise ValueError(
+                "evaluate_every must be 0 without validation data (--validation) and without retrieval.corpus, got "
+                f"{config.evaluate_every}"
+            )
+        check_best(config, dataset.sides, list(self.validation), corpus=self._task is not None)
         self._encoded = [side for side in (0, 1) if not config.keep_frozen or config.freeze != SIDES[side]]
         self._negatives = add_negatives(config.loss, dataset, self._encoded)
         self._miner = BatchMiner(config, dataset, folder, self.world)
@@ -284,7 +289,7 @@ class Trainer:
                     checkpoint_error = error  # the weights are saved, so they are evaluated before the error is raised
                 if not self._storage.weights_saved:  # the run resumed after its last step
                     self._storage.save_weights()
-                result = self._evaluate(workers) if self.validation else None
+                result = self._evaluate(workers) if self.validation or self._task is not None else None
                 if checkpoint_error is not None:
                     raise checkpoint_error
                 if self.config.collapse == "stop" and (failure := self._health.final_failure(self.step)):
@@ -462,7 +467,7 @@ class Trainer:
                 f"{self.describe_saved()}. To continue in spite of the problem, use --set collapse=warn"
             )
         every = self.config.evaluate_every
-        if self.validation and every and self.step % every == 0 and self.step < self.steps:
+        if every and self.step % every == 0 and self.step < self.steps:
             with phase("evaluation"):  # the last evaluation follows after the loop
                 self._evaluate(step.reader.workers)
 
@@ -521,6 +526,14 @@ class Trainer:
                     self.pair, dataset, scale=scale, chunk_size=chunk_size, workers=workers, group=self.world.group, keep=keep
                 )
                 result |= {f"{name}/{key}" if name else key: value for key, value in metrics.items()}
+            if self._task is not None:
+                with (
+                    ThreadPoolExecutor(count) if (count := reader_count(self.config, self.world)) else nullcontext(0) as threads
+                ):
+                    metrics = evaluate_corpus(
+                        self.pair, self._task, chunk_size=chunk_size, workers=threads, group=self.world.group
+                    )
+                result |= {f"corpus/{key}": value for key, value in metrics.items()}
         self._observers.on_evaluation({"step": self.step, "evaluation": result})
         if self.config.evaluate_every and self.config.checkpoint.best != "none":
             self._storage.save_best(result, self._recent_loss())
