@@ -20,7 +20,11 @@ from megabatch_train.data.batches import (
 from megabatch_train.data.loader import Mixture
 from megabatch_train.data.tables import Table
 
-MIXTURES = [Mixture((30, 10), (3.0, 1.0)), Mixture((9, (4, 3, 8), 40), (0.5, 3.0, 0.0)), Mixture(((3, 3), 11, 20), (1.0, 0.2, 2.5))]
+MIXTURES = [
+    Mixture((30, 10), (3.0, 1.0)),
+    Mixture((9, (4, 3, 8), 40), (0.5, 3.0, 0.0)),
+    Mixture(((3, 3), 11, 20), (1.0, 0.2, 2.5)),
+]
 
 
 def grouped(batch_size, ranks=1, rank=0, samples=70, group_size=8, current=None):
@@ -78,11 +82,13 @@ def test_a_source_must_fill_a_batch():
     with pytest.raises(ValueError, match=r'batch_size must be at most 8, the number of samples of source 2, with batches = "s'):
         SourceOrder(Mixture((24, 8), (3.0, 1.0)), 9)
     SourceOrder(Mixture((24, 8), (3.0, 0.0)), 9)
-    with pytest.raises(ValueError, match='for data that is not a mixture, such as "3 .* a.csv'):
+    with pytest.raises(ValueError, match="for data that is not a mixture, such as"):
         SourceOrder(24, 4)
 
 
-@pytest.mark.parametrize(("batch_size", "group_size"), [(16, 8), (24, 8), (20, 8), (6, 8), (8, 8), (7, 3), (32, 64), (5, 1), (70, 9)])
+@pytest.mark.parametrize(
+    ("batch_size", "group_size"), [(16, 8), (24, 8), (20, 8), (6, 8), (8, 8), (7, 3), (32, 64), (5, 1), (70, 9)]
+)
 @pytest.mark.parametrize("samples", [70, 72])
 def test_a_batch_has_whole_groups_where_possible(batch_size, group_size, samples):
     order = grouped(batch_size, samples=samples, group_size=group_size)
@@ -151,7 +157,7 @@ def test_a_file_belongs_to_its_data(tmp_path):
     assert torch.equal(read_groups_of(path, data), groups)
     (tmp_path / "moved").mkdir()
     assert torch.equal(read_groups_of(path, table("moved/b.csv", ["one,1", "two,2", "three,3"])), groups)
-    with pytest.raises(ValueError, match="which has 2 pairs, got .* for 3 pairs of a.csv"):
+    with pytest.raises(ValueError, match=r"which has 2 pairs, got .* for 3 pairs of a\.csv"):
         read_groups_of(path, table("c.csv", ["one,1", "two,2"]))
     for other in (["two,2", "one,1", "three,3"], ["one,1", "two,2", "three,4"]):
         with pytest.raises(ValueError, match="the names, the texts or their order differ"):

@@ -111,7 +111,7 @@ def group_pairs(
         neighbors = torch.where(neighbors < 0, -1, places[neighbors.clamp(min=0)])
         ids = None if ids is None else ids[members]
     neighbors = neighbors.to(target)
-    layers, sorted_by_layer = _Layers(_repeated(ids, len(neighbors)).to(target)), None
+    layers, sorted_by_layer = _Layers(_choose_ids(ids, len(neighbors)).to(target)), None
     sorted_by_layer = layers.layer.argsort(stable=True)
     numbers = torch.empty_like(sorted_by_layer)
     numbers[sorted_by_layer] = torch.arange(len(numbers), device=target)
@@ -122,7 +122,7 @@ def group_pairs(
     return groups.cpu()
 
 
-def _repeated(ids: Tensor | None, count: int) -> Tensor:  # (N,) int64
+def _choose_ids(ids: Tensor | None, count: int) -> Tensor:  # (N,) int64
     """Returns one id per pair. Of two columns, it is the column in which more pairs share an id."""
     if ids is None:
         return torch.arange(count)
@@ -144,6 +144,8 @@ class _Layers:
 
     def move(self, pairs: Tensor, layer: Tensor) -> Tensor:  # (n,), (n,) → (n,)
         """Returns the pairs with the same ids in these layers, or −1 where a layer has none."""
+        if len(self._counts) == len(self.component):  # there is only one layer
+            return pairs
         component = self.component[pairs]
         exists = layer < self._counts[component]
         return torch.where(exists, self._by_component[torch.where(exists, self._starts[component] + layer, 0)], -1)
