@@ -36,7 +36,7 @@ do not match it.
   megabatch mine runs/wordnet --negatives 8                 mine in the training data of the run
   megabatch mine runs/qa --data pairs.csv --negatives 4 --absolute-margin 0.05 --output mined.jsonl
   megabatch mine runs/qa --data pairs.csv --range-min 10 --range-max 100 --sampling random
-  megabatch mine runs/qa --data pairs.csv --corpus corpus.jsonl      also search texts without a pair
+  megabatch mine runs/qa --data pairs.csv --corpus corpus.jsonl     also search texts without a pair
   megabatch mine runs/qa --data pairs.csv --batches                  group the pairs for batches
 
 Writes a table in JSON lines or Parquet. Each row contains the two sides of a pair ("query" and

@@ -28,7 +28,7 @@ class MiningConfig:
     neighbors: int = 32  # hard negatives of each pair that the groups are made from
     range_min: int = 0  # number of most similar texts that are skipped, because they are probably unlabeled matches
     absolute_margin: float | None = None  # exclude texts that are more similar than the match minus this number
-    relative_margin: float | None = None  # exclude texts that are more similar than s − R·|s|, with s of the match
+    relative_margin: float | None = None  # exclude texts above the similarity of the match minus this fraction of it
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
