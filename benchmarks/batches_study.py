@@ -177,6 +177,11 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     return paragraphs(*parts, f"Machine: {machines}.\n")
 
 
+def report(path: Path) -> None:
+    """Writes the tables of a file of lines (.md)."""
+    path.with_suffix(".md").write_text(table(results.read(path)), "utf-8")
+
+
 def _spread(values: Sequence[float], factor: float, digits: int = 1) -> str:
     numbers = factor * torch.tensor(values, dtype=torch.float64)
     deviation = numbers.std().item() if len(numbers) > 1 else 0.0
@@ -218,9 +223,8 @@ def main() -> int:
         result = run(setting, train, test, device)
         results.append(path, {**setting, **result, "machine": machine.summary(machine.describe())})
         print(f"[{number}/{len(todo)}] {setting} R@10 {result['R@10']:.1%}, {result['seconds']:.0f} s", flush=True)
-    text = table(results.read(path))
-    path.with_suffix(".md").write_text(text, "utf-8")
-    print(text)
+    report(path)
+    print(table(results.read(path)))
     return 0
 
 

@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--templates",
         metavar="FILE",
-        help='file with prompts, one per line, with "{}" for the class name (default: general prompts)',
+        help='file with prompts, one per line, with "{}" for the class name, or "imagenet" for the 80 prompts of CLIP '
+        "(default: general prompts)",
     )
     parser.add_argument(
         "--corpus", metavar="PATH", help="corpus to search: JSON lines, or a folder with the three files of a BEIR dataset"
@@ -168,6 +169,7 @@ def classify(
     from megabatch_train.evaluation import classifier, embed, encode, zero_shot
     from megabatch_train.evaluation.embedding import read_or_none
     from megabatch_train.evaluation.evaluate import TEMPLATES
+    from megabatch_train.evaluation.suites import TEMPLATE_SETS
 
     if dataset.sides[0] == TEXT or dataset.sides[1] != TEXT:
         raise ValueError(
@@ -182,7 +184,7 @@ def classify(
     unknown = next((text for text in captions if text is not None and text not in numbers_of), None)
     if unknown is not None:
         raise ValueError(f"--classes must contain every caption of the data, but {unknown!r} is missing")
-    templates = commands.lines_of(args.templates) if args.templates else TEMPLATES
+    templates = TEMPLATE_SETS.get(args.templates) or (commands.lines_of(args.templates) if args.templates else TEMPLATES)
     classes = classifier(lambda texts: encode(pair.second, texts), names, templates)
     indices = [index for index in range(world.rank, len(dataset), world.size) if captions[index] is not None]
     images = embed(pair.first, dataset, 0, indices, chunk_size=args.chunk_size, workers=workers)
