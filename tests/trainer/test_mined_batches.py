@@ -87,6 +87,21 @@ def test_groups_are_mined_again_and_a_resumed_run_has_the_same_batches(tmp_path)
         runs.trainer(tmp_path / "run", MINING).resume()
 
 
+def test_a_run_that_resumes_at_a_search_repeats_it(tmp_path):
+    """The checkpoint of step 6 was saved before the search after step 6."""
+    changes = {**MINING, "checkpoint": {"every": 3, "keep": 10}}
+    _, wanted = finish(tmp_path / "whole", changes)
+    for has_file in (True, False):
+        if not has_file:
+            (tmp_path / "whole" / MINED / "step_00000006.safetensors").unlink()
+        again = runs.trainer(tmp_path / f"run {has_file}", changes)
+        seen = watch(again)
+        assert again.resume(tmp_path / "whole" / "checkpoints" / "step_00000006")
+        again.fit()
+        assert sorted(seen) == [6, 7, 8]
+        assert all(torch.equal(indices, wanted[number]) for number, indices in seen.items())
+
+
 def test_groups_that_no_checkpoint_needs_are_deleted(tmp_path):
     finish(tmp_path, {**MINING, "steps": 16})
     files = [int(path.stem.removeprefix("step_")) for path in (tmp_path / MINED).iterdir()]
