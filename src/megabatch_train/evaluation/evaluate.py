@@ -180,7 +180,7 @@ CORPUS_HEADLINE = "corpus/query_to_document_nDCG@10"  # for a run without valida
 
 
 def find_headline(result: Mapping[str, float]) -> str:
-    """Returns the metric that selects the best weights: recall@1 of a search by text or by the second side, or nDCG of a corpus."""
+    """Returns the metric that selects the best weights: recall@1 by text or by the second side, or nDCG of a corpus."""
     recalls = [key for key in result if key.endswith("_R@1")]
     return next(key for key in (*HEADLINES, *reversed(recalls), CORPUS_HEADLINE) if key in result)
 
