@@ -82,7 +82,7 @@ class Captioned(Dataset):
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
         """Returns the indices of the images."""
-        return self._images[torch.as_tensor(indices)]
+        return self._images[torch.as_tensor(indices, dtype=torch.int64)]
 
     def items(self) -> Tensor:  # (captions,) int64
         """Returns the indices of the images."""

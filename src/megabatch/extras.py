@@ -22,6 +22,7 @@ REQUIREMENTS: Final = {
     "soundfile": "megabatch[audio]",
     "sentence_transformers": "megabatch[sentence-transformers]",
     "wn": "megabatch[wordnet]",
+    "mteb": "mteb>=2",
     "pylate": "pylate>=1.6",
     "tensorboard": "tensorboard>=2.16",
     "timm": "timm>=1.0.29",

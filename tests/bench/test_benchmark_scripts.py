@@ -58,6 +58,7 @@ def test_small_runs_on_a_cpu(command, tmp_path):
         "family_gpu",
         "late_interaction_gpu",
         "loss_gpu",
+        "mining_gpu",
         "plan_validation",
         "small_cpu",
         "small_gpu",

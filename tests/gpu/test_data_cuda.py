@@ -106,3 +106,17 @@ def test_errors_arrive_and_the_thread_ends(where):
     with pytest.raises((OSError, RuntimeError, KeyError), match="truncated"):
         use()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("megabatch")]
+
+
+def test_groups_of_hard_negatives_are_the_same_on_both_devices():
+    from megabatch_train.evaluation.embedding import Choice
+    from megabatch_train.evaluation.grouping import find_neighbors, group_pairs
+
+    generator = torch.Generator().manual_seed(0)
+    centers = torch.randn(40, 32, generator=generator)
+    pairs = centers[torch.randint(40, (3000,), generator=generator)] + 0.3 * torch.randn(3000, 32, generator=generator)
+    neighbors = find_neighbors(pairs.half(), pairs.half(), Choice(16), device=torch.device("cuda"))
+    for ids in (None, torch.arange(3000) // 3):
+        for group_size in (32, 20):
+            own = group_pairs(neighbors, group_size, ids=ids, device=torch.device("cuda"))
+            assert torch.equal(own, group_pairs(neighbors, group_size, ids=ids))

@@ -386,6 +386,8 @@ def _choose_data(
         why = f", {'the training data of the run' if training else run.test_data_is}; --data names other data"
     if args.columns is not None:
         options = {**options, "columns": args.columns}
+    if getattr(args, "holdout", None) is not None:
+        options, run_split = {**options, "holdout": args.holdout}, "train"
     split = args.split or run_split or ("test" if spec in data.WITH_SPLITS else None)
     return spec, split, options, why
 

@@ -36,11 +36,18 @@ the rank of the match.
   megabatch eval runs/photos --zero-shot --data flowers/    flowers/ has one folder per class
   megabatch eval runs/photos --zero-shot --data pets.csv --columns image=file text=breed
   megabatch eval runs/texts --data sts.csv                  Spearman correlation of scored pairs
+  megabatch eval runs/texts --corpus beir/scifact           search a corpus, with a folder of BEIR
+  megabatch eval runs/texts --corpus corpus.jsonl --queries queries.jsonl --qrels qrels/test.tsv
   torchrun --nproc-per-node 8 -m megabatch eval runs/flickr   use eight devices
 
 Recall@k (R@k) is the fraction of queries whose match is among the first k results. The best rank is
 1. If an image has several captions, its best caption counts. Samples that cannot be read are
 skipped and counted. Memory grows linearly with the number of samples.
+
+--corpus searches all documents of a corpus for each query with relevance judgments, and computes
+nDCG@10, MRR@10, recall@100 and MAP as trec_eval does. The files have the formats of BEIR: documents
+and queries are JSON lines with "_id", "text" and optionally "title", and the judgments are a table
+with tabs. Judgments in TREC's format are possible, too. Memory does not grow with the embeddings.
 
 The result is appended as a JSON line to evaluation.jsonl in the folder of the run, or to --output.
 The metrics have the same names as in open_clip.
@@ -60,7 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--templates",
         metavar="FILE",
-        help='file with prompts, one per line, with "{}" for the class name (default: general prompts)',
+        help='file with prompts, one per line, with "{}" for the class name, or "imagenet" for the 80 prompts of CLIP '
+        "(default: general prompts)",
+    )
+    parser.add_argument(
+        "--corpus", metavar="PATH", help="corpus to search: JSON lines, or a folder with the three files of a BEIR dataset"
+    )
+    parser.add_argument("--queries", metavar="FILE", help="queries for --corpus (default: queries.jsonl in its folder)")
+    parser.add_argument(
+        "--qrels", metavar="FILE", help="relevance judgments for --corpus (default: qrels/test.tsv in its folder)"
     )
     parser.add_argument(
         "--output", metavar="FILE", help=f"file to append the result to (default: {FILE} in the folder of the run)"
@@ -76,10 +91,17 @@ def run(args: argparse.Namespace) -> int:
     option = next((name for name in ("classes", "templates") if getattr(args, name)), None)
     if option is not None and not args.zero_shot:
         raise ValueError(f"--{option} needs --zero-shot, because only zero-shot classification uses {option}")
+    if args.corpus is None and (option := next((name for name in ("queries", "qrels") if getattr(args, name)), None)):
+        raise ValueError(f"--{option} needs --corpus, because only a search in a corpus uses {option}")
+    if args.corpus is not None and (args.zero_shot or args.data is not None):
+        raise ValueError(f"--corpus must not be set with --zero-shot or --data, got --corpus {args.corpus}")
     context = ThreadPoolExecutor(args.workers) if args.workers else nullcontext(0)
     with join_world(args.device) as world, context as workers:
         if world.rank != 0:
             LOG.setLevel(logging.WARNING)
+        if args.corpus is not None:
+            _search_corpus(args, world, workers)
+            return 0
         inputs = commands.choose(args, world.device)
         if world.rank == 0 and args.data is None and inputs.folder is not None:
             _name_others(inputs.folder, inputs.data)
@@ -105,6 +127,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _search_corpus(args: argparse.Namespace, world: World, workers: Any) -> None:
+    """Evaluates the search in a corpus, prints the result and appends it to a file."""
+    from megabatch_train.display import tables
+    from megabatch_train.evaluation import results
+    from megabatch_train.evaluation.corpus import RetrievalConfig, RetrievalTask, evaluate_corpus
+
+    config = RetrievalConfig(args.corpus, args.queries or "", args.qrels or "")
+    task, folder = RetrievalTask(config), commands.run_of(args.model)
+    pair = commands.load_pair(args.model, world.device, None, trust=args.trust_remote_code)
+    if args.dim is not None:
+        commands.truncate_pair(pair, args.dim, folder)
+    result = evaluate_corpus(pair, task, chunk_size=args.chunk_size, workers=workers, group=world.group)
+    if world.rank == 0:
+        dim = {} if args.dim is None else {"dim": args.dim}
+        tables.table(result, f"{args.model} on {args.corpus}").print()
+        path = args.output or (None if folder is None else folder / FILE)
+        if path is not None:
+            files = dict(zip(("corpus", "queries", "qrels"), map(str, config.paths()), strict=True))
+            results.append(path, {"model": args.model, **files, **dim, **result})
+            tell(f"appended the result to {path}")
+
+
 def _name_others(folder: Path, evaluated: str) -> None:
     """Logs the other validation sets of the run, which `--data` can select."""
     from megabatch_train.evaluation import results
@@ -125,6 +169,7 @@ def classify(
     from megabatch_train.evaluation import classifier, embed, encode, zero_shot
     from megabatch_train.evaluation.embedding import read_or_none
     from megabatch_train.evaluation.evaluate import TEMPLATES
+    from megabatch_train.evaluation.suites import TEMPLATE_SETS
 
     if dataset.sides[0] == TEXT or dataset.sides[1] != TEXT:
         raise ValueError(
@@ -139,7 +184,7 @@ def classify(
     unknown = next((text for text in captions if text is not None and text not in numbers_of), None)
     if unknown is not None:
         raise ValueError(f"--classes must contain every caption of the data, but {unknown!r} is missing")
-    templates = commands.lines_of(args.templates) if args.templates else TEMPLATES
+    templates = TEMPLATE_SETS.get(args.templates) or (commands.lines_of(args.templates) if args.templates else TEMPLATES)
     classes = classifier(lambda texts: encode(pair.second, texts), names, templates)
     indices = [index for index in range(world.rank, len(dataset), world.size) if captions[index] is not None]
     images = embed(pair.first, dataset, 0, indices, chunk_size=args.chunk_size, workers=workers)

@@ -1,4 +1,4 @@
-"""`megabatch mine`: finds hard negatives with a model, and writes them to a table of pairs with further columns."""
+"""`megabatch mine`: finds hard negatives with a model, and writes them to a table, or groups of pairs for batches."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("megabatch")
 FORMATS = (".jsonl", ".parquet")
+TABLE, GROUPS = "mined.jsonl", "batches.safetensors"  # default names of the output
+NEGATIVES, NEIGHBORS, GROUP_SIZE = 8, 32, 32  # default numbers
 ROWS_AT_ONCE = 256  # rows of a Parquet file, with their images, that are written at once
 SIDES = {True: ("query", "document"), False: ("image", "caption")}  # the key is whether the first side is a text
 DESCRIPTION = """
@@ -34,12 +36,21 @@ do not match it.
   megabatch mine runs/wordnet --negatives 8                 mine in the training data of the run
   megabatch mine runs/qa --data pairs.csv --negatives 4 --absolute-margin 0.05 --output mined.jsonl
   megabatch mine runs/qa --data pairs.csv --range-min 10 --range-max 100 --sampling random
+  megabatch mine runs/qa --data pairs.csv --corpus corpus.jsonl     also search texts without a pair
+  megabatch mine runs/qa --data pairs.csv --batches                  group the pairs for batches
 
 Writes a table in JSON lines or Parquet. Each row contains the two sides of a pair ("query" and
 "document", or "image" and "caption") and the texts of its negatives, negative_1 to negative_K, most
 similar first. If fewer negatives are found, the other columns are null. If the data pairs several
 texts with a query or an image, none of them is a negative of it. A JSON line names an image by its
 path or URL. A Parquet file contains the images.
+
+--corpus names a file of JSON lines with "text" and optionally "title". The candidates are then its
+texts and the texts of the pairs.
+
+--batches writes groups of pairs that are hard negatives of each other. `megabatch train --batches
+mined --batch-groups FILE` puts whole groups into batches. A group has --group-size pairs, and does
+not depend on the batch size. Pairs that share an image or a text are put into different groups.
 
 The command stores embeddings in the folder OUTPUT.work and removes this folder at the end. If the
 command was stopped, call it again to continue. With --keep-embeddings the folder is not removed, so
@@ -54,15 +65,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--negatives",
         type=parse_positive_int,
-        default=8,
         metavar="K",
-        help="number of negatives per pair (default: %(default)s)",
+        help=f"number of negatives per pair (default: {NEGATIVES}, or {NEIGHBORS} with --batches)",
     )
     parser.add_argument(
         "--output",
-        default="mined.jsonl",
         metavar="FILE",
-        help="table to write, with the suffix .jsonl or .parquet (default: %(default)s)",
+        help=f"table to write, with the suffix .jsonl or .parquet (default: {TABLE}, or {GROUPS} with --batches)",
+    )
+    parser.add_argument("--corpus", metavar="FILE", help="also search these texts; JSON lines with text, and optionally title")
+    parser.add_argument("--batches", action="store_true", help="write groups of pairs that are hard negatives of each other")
+    parser.add_argument(
+        "--group-size", type=parse_positive_int, metavar="N", help="pairs in a group of --batches (default: 32)"
+    )
+    parser.add_argument(
+        "--holdout", type=float, metavar="X", help="exclude the part of --data that a run with --holdout X evaluates on"
     )
     parser.add_argument("--range-min", type=int, default=0, metavar="N", help="skip the N most similar texts (default: 0)")
     parser.add_argument(
@@ -105,11 +122,17 @@ def run(args: argparse.Namespace) -> int:
     from megabatch_train.evaluation import embedding
     from megabatch_train.evaluation.embedding import Choice
 
-    names = ("negatives", "range_min", "range_max", "max_score", "min_score", "absolute_margin", "relative_margin", "sampling")
-    choice = Choice(**{name: getattr(args, name) for name in names})
-    output = Path(args.output)
-    if output.suffix not in FORMATS:
-        raise ValueError(f"--output must end in {' or '.join(FORMATS)}, got {args.output!r}")
+    names = ("range_min", "range_max", "max_score", "min_score", "absolute_margin", "relative_margin", "sampling")
+    negatives = args.negatives or (NEIGHBORS if args.batches else NEGATIVES)
+    choice = Choice(negatives, **{name: getattr(args, name) for name in names})
+    output = Path(args.output or (GROUPS if args.batches else TABLE))
+    formats = (Path(GROUPS).suffix,) if args.batches else FORMATS
+    if output.suffix not in formats:
+        raise ValueError(f"--output must end in {' or '.join(formats)}, got {args.output!r}")
+    if args.batches and args.corpus:
+        raise ValueError(f"--corpus must not be set with --batches, which groups pairs, got {args.corpus}")
+    if args.group_size and not args.batches:
+        raise ValueError(f"--group-size must not be set without --batches, got {args.group_size}")
     if output.suffix == ".parquet":
         extras.load("pyarrow.parquet", purpose="Writing Parquet")  # raises an error before the search
     with join_world(args.device) as world:
@@ -118,12 +141,18 @@ def run(args: argparse.Namespace) -> int:
         inputs = commands.choose(args, world.device, training=True)
         inputs.check_kinds([0, 1])
         inputs.keep_data([output])
+        if args.corpus and output.exists() and output.samefile(args.corpus):
+            raise ValueError(f"--output must not replace the corpus, got {output}; choose another --output")
         file_io.remove_leftovers(output.parent, output.name.__eq__)  # of a killed command
-        written, missing = Mine(inputs, output, args).write(choice, world.device)
-    tell(
-        f"wrote {written:,} pairs with their negatives to {output}"
-        + (f"; {missing:,} negatives are missing" if missing else "")
-    )
+        mine = Mine(inputs, output, args)
+        if args.batches:
+            tell(mine.write_groups(choice, args.group_size or GROUP_SIZE, world.device))
+        else:
+            written, missing = mine.write(choice, world.device)
+            tell(
+                f"wrote {written:,} pairs with their negatives to {output}"
+                + (f"; {missing:,} negatives are missing" if missing else "")
+            )
     if not args.keep_embeddings:
         shutil.rmtree(embedding.work_folder(output))
     return 0
@@ -135,6 +164,7 @@ class Mine:
     def __init__(self, inputs: commands.ModelAndData, output: Path, args: argparse.Namespace) -> None:
         from megabatch_train.data.dataset import IMAGE, TEXT
         from megabatch_train.evaluation import embedding
+        from megabatch_train.evaluation.corpus import TextFile
         from megabatch_train.evaluation.embedding import read_or_none
 
         self.inputs, self.dataset, self.output, self.args = inputs, inputs.dataset, output, args
@@ -144,8 +174,9 @@ class Mine:
             )
         self.work, self._warned = embedding.work_folder(output), False
         self.holds_images = output.suffix == ".parquet" and self.dataset.sides[0] == IMAGE
-        if self.dataset.sides[0] == IMAGE and not self.holds_images:
+        if self.dataset.sides[0] == IMAGE and not self.holds_images and not args.batches:
             self._check_paths()
+        self.corpus = None if args.corpus is None else TextFile(Path(args.corpus), "--corpus")
         self.texts = [read_or_none(self.dataset, index, 1) for index in range(len(self.dataset))]
         embedding.continue_or_begin(self.work, self._describe_inputs())
 
@@ -165,35 +196,79 @@ class Mine:
             ),
             "the texts": embedding.digest(self.texts, number),
             "the ids of the pairs": checksum(self.dataset.ids(everything)),
+            "the corpus": None if self.corpus is None else self.corpus.digest(),
         }
+
+    def _embed(self) -> list[Tensor]:  # (N, D) each
+        """Embeds both sides of the pairs. Returns the embeddings, which are memory-mapped."""
+        from megabatch_train.evaluation import embedding
+
+        sides = []
+        for side in (0, 1):
+            stored = embedding.Stored(self.work / f"side{side}", len(self.dataset))
+            options = {"chunk_size": self.args.chunk_size, "workers": self.args.workers}
+            stored.fill(self.inputs.pair.towers[side], self.dataset, side, **options)
+            sides.append(stored.rows())
+        return sides
+
+    def write_groups(self, choice: Choice, group_size: int, device: torch.device) -> str:
+        """Writes groups of pairs for `megabatch train --batches mined`. Returns a summary."""
+        from megabatch_train.data import batches
+        from megabatch_train.data.dataset import ReadingProgress
+        from megabatch_train.evaluation.grouping import find_neighbors, group_pairs, share_inside
+
+        first, second = self._embed()
+        ids = self.dataset.ids(range(len(self.dataset)))
+        progress = ReadingProgress("pairs searched", len(self.dataset))
+        neighbors = find_neighbors(first, second, choice, ids=ids, device=device, tell=progress.tell)
+        groups = group_pairs(neighbors, group_size, ids=ids, device=device)
+        about = {
+            "data": redact(self.inputs.data),
+            "samples": batches.fingerprint(self.dataset),
+            "model": self.args.model,
+            "group_size": group_size,
+        }
+        batches.write_groups(self.output, {batches.GROUPS: groups}, about)
+        number, share = int(groups.max()) + 1, share_inside(neighbors, groups)
+        return (
+            f"wrote {number:,} groups of {group_size} of {len(groups):,} pairs to {self.output}; {share:.1%} of the "
+            f"{choice.negatives} hard negatives of a pair are in its group"
+        )
 
     def write(self, choice: Choice, device: torch.device) -> tuple[int, int]:
         """Writes the table. Returns the number of pairs and the number of missing negatives."""
         import torch
 
         from megabatch_train.data.dataset import TEXT
-        from megabatch_train.evaluation import embedding
         from megabatch_train.evaluation.embedding import hard_negatives
 
         candidates_of, first_pairs = self._number_texts()
+        added = self._choose_from_corpus()
         names = [*SIDES[self.dataset.sides[0] == TEXT], *(f"negative_{number + 1}" for number in range(choice.negatives))]
-        query, document = (embedding.Stored(self.work / f"side{side}", len(self.dataset)) for side in (0, 1))
-        options = {"chunk_size": self.args.chunk_size, "workers": self.args.workers}
-        for side, embeddings in enumerate((query, document)):
-            embeddings.fill(self.inputs.pair.towers[side], self.dataset, side, **options)
+        query, document = self._embed()
         ids = self.dataset.ids(range(len(self.dataset)))
         part_file = self.output.with_name(self.output.name + ".part")
         lines_done, missing = self._count_written(part_file, choice)
-        candidates = document.rows()[first_pairs]
-        matches: dict[str, Any] = {} if ids is None else {"ids": (ids, ids[first_pairs])}
+        candidates = torch.cat([document[first_pairs], self._embed_corpus()[added]]) if added else document[first_pairs]
+        matches: dict[str, Any] = {}
+        if ids is not None and ids.dim() == 1:  # a text that only the corpus has shares no id
+            own = torch.unique(ids, return_inverse=True)[1]
+            matches = {"ids": (own, torch.cat([own[first_pairs], len(own) + torch.arange(len(added))]))}
         if ids is not None and ids.dim() == 2:  # rows share texts in chains, so a query excludes only its own documents
             matches = {"queries": torch.unique(ids[:, 0], return_inverse=True)[1]}
-        mined = hard_negatives(query.rows(), candidates, candidates_of, choice, **matches, first=lines_done, device=device)
+        mined = hard_negatives(query, candidates, candidates_of, choice, **matches, first=lines_done, device=device)
+
+        def text_of(number: int) -> Any:
+            if number < len(first_pairs):
+                return self.texts[first_pairs[number]]
+            assert self.corpus is not None, "only a corpus has further candidates"
+            return self.corpus.read(added[number - len(first_pairs)], 1)
+
         # A path may contain half of a surrogate pair, which UTF-8 cannot encode. Its backslash form is valid in JSON, too.
         with part_file.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for rows in mined:
                 for index, row in enumerate(rows.tolist(), start=lines_done):
-                    negatives = [None if number < 0 else self.texts[first_pairs[number]] for number in row]
+                    negatives = [None if number < 0 else text_of(number) for number in row]
                     negatives += [None] * (choice.negatives - len(negatives))
                     missing += negatives.count(None)
                     line = dict(zip(names, (self._read_first_side(index), self.texts[index], *negatives), strict=True))
@@ -293,6 +368,31 @@ class Mine:
         for index, number in enumerate(numbers):
             first_pairs.setdefault(number, index)
         return torch.tensor(numbers), list(first_pairs.values())
+
+    def _choose_from_corpus(self) -> list[int]:
+        """Returns the lines of the corpus that are candidates. Each text that no pair has is one candidate."""
+        if self.corpus is None:
+            return []
+        from megabatch_train.data.dataset import ReadingProgress, text_id
+
+        seen = {text_id(text) for text in self.texts if text is not None}
+        chosen, progress = [], ReadingProgress("texts of the corpus read", len(self.corpus))
+        for index in range(len(self.corpus)):
+            if (number := text_id(self.corpus.read(index, 1))) not in seen:
+                seen.add(number)
+                chosen.append(index)
+            progress.tell(index + 1)
+        return chosen
+
+    def _embed_corpus(self) -> Tensor:  # (M, D)
+        """Embeds all texts of the corpus. Returns the embeddings, which are memory-mapped."""
+        from megabatch_train.evaluation import embedding
+
+        assert self.corpus is not None, "called only with a corpus"
+        stored = embedding.Stored(self.work / "corpus", len(self.corpus))
+        options = {"chunk_size": self.args.chunk_size, "workers": self.args.workers}
+        stored.fill(self.inputs.pair.second, self.corpus, 1, **options)
+        return stored.rows()
 
     def _count_written(self, part: Path, choice: Choice) -> tuple[int, int]:
         """Returns how many lines an earlier run wrote with this choice, and how many negatives these lines miss.

@@ -97,6 +97,10 @@ FLAGS = {
     "--model": Flag("model", "MODEL", text="model by name, such as open_clip:ViT-B-32 or hf:NAME; see `megabatch help models`"),
     "--lora": Flag("lora.rank", "RANK", text=LORA_HELP, default="none"),
     "--batch-size": Flag("batch_size", "N", default="512 for emoji, else 1024"),
+    "--batches": Flag("batches", text='samples of a batch: "random", of one "source" of a mixture, or "mined" groups'),
+    "--batch-groups": Flag(
+        "batch_groups", "FILE", text="groups of `megabatch mine --batches`, for --batches mined", default="none"
+    ),
     "--chunk-size": Flag("chunk_size", "N", text=f'{CHUNK_HELP}, or "auto"'),
     "--precision": Flag("precision"),
     "--compile": Flag("compile"),
@@ -113,6 +117,7 @@ FLAGS = {
     "--seed": Flag("seed", "N"),
     "--evaluate-every": Flag("evaluate_every", "N"),
 }
+FLAGS_OF_BATCHES = ("--batch-size", "--batches", "--batch-groups", "--chunk-size", "--precision", "--compile")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     add_flags(model, "--model", "--lora")
     add_trust(model)
-    add_flags(parser.add_argument_group("batch and memory"), "--batch-size", "--chunk-size", "--precision", "--compile")
+    add_flags(parser.add_argument_group("batch and memory"), *FLAGS_OF_BATCHES)
     optimization = parser.add_argument_group("optimization")
     add_flags(optimization, "--loss", "--epochs", "--steps", "--lr")
     optimization.add_argument(

@@ -125,7 +125,7 @@ class Mix(Wrapper):
             of_source = numbers == number
             own = samples[of_source] - (self._ends[number] - len(source))
             source_ids = source.ids(own.tolist())
-            source_ids = own if source_ids is None else source_ids
+            source_ids = own if source_ids is None else source_ids.long()  # the ids of no sample can have another dtype
             columns = max(columns, source_ids.dim())
             # If a source has one id per sample, both columns contain it. Different sources have no id in common.
             ids[of_source] = (source_ids[:, None] if source_ids.dim() == 1 else source_ids).expand(-1, 2) ^ text_id(str(number))

@@ -176,11 +176,13 @@ def _check_all_have_pairs(entries: _MatchingEntries, name: str, side: str, lengt
 
 RECALLS = (1, 5, 10)
 HEADLINES = ("text_to_image_R@1", "query_to_text_R@1")  # recall@1 of a search by text
+CORPUS_HEADLINE = "corpus/query_to_document_nDCG@10"  # for a run without validation data
 
 
 def find_headline(result: Mapping[str, float]) -> str:
-    """Returns the metric that selects the best weights: recall@1 of a search by text, or by the second side."""
-    return next((key for key in HEADLINES if key in result), [key for key in result if key.endswith("_R@1")][-1])
+    """Returns the metric that selects the best weights: recall@1 by text or by the second side, or nDCG of a corpus."""
+    recalls = [key for key in result if key.endswith("_R@1")]
+    return next(key for key in (*HEADLINES, *reversed(recalls), CORPUS_HEADLINE) if key in result)
 
 
 def retrieval(

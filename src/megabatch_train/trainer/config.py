@@ -18,6 +18,8 @@ import torch
 from megabatch.world import World
 from megabatch_train import names, settings
 from megabatch_train.data import load as data
+from megabatch_train.data.batches import MiningConfig
+from megabatch_train.evaluation.corpus import RetrievalConfig
 from megabatch_train.towers.models import anchor as anchor_model
 from megabatch_train.towers.tower import LoraConfig
 
@@ -236,6 +238,8 @@ class TrainConfig:
     holdout: float = 0.0  # fraction of `data` that is held out for evaluation, such as 0.01
     model: str = "small"  # towers to train, such as open_clip:ViT-B-32 or hf:NAME
     batch_size: int = 1024  # pairs in a step, over all processes; at least 2
+    batches: Literal["random", "source", "mined"] = "random"  # samples of a batch: any, of one source, groups of hard negatives
+    batch_groups: str = ""  # mined: file of `megabatch mine --batches`; "" mines with the weights of the first step
     chunk_size: int | Literal["auto"] = "auto"  # samples that a tower encodes at once
     epochs: float = 32.0  # passes over the data
     steps: int = 0  # number of steps; 0 trains for `epochs`
@@ -255,6 +259,8 @@ class TrainConfig:
     validation_options: dict[str, Any] = field(default_factory=dict)  # options of the evaluation data, such as columns
     model_options: dict[str, Any] = field(default_factory=dict)  # patch_dropout, image_size, context_length, options of texts
     stage: tuple[StageConfig, ...] = ()  # stages of the run, which replace `steps` and `epochs`: [[stage]] in a TOML file
+    mining: MiningConfig = field(default_factory=MiningConfig)
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -269,6 +275,10 @@ class TrainConfig:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.batch_size < 2:
             raise ValueError(f"batch_size must be at least 2, because the other pairs are the negatives, got {self.batch_size}")
+        if self.batches != "mined" and (self.batch_groups or self.mining != MiningConfig()):
+            raise ValueError(f'batch_groups and mining must not be set unless batches is "mined", got {self.batches!r}')
+        if self.batches == "mined" and not (self.batch_groups or self.mining.every):
+            raise ValueError('batch_groups or mining.every must be set with batches = "mined", got none of them')
         for name, least in (("chunk_size", 1), ("workers", 0)):
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
@@ -364,6 +374,8 @@ def reader_count(config: TrainConfig, world: World) -> int:
 # and their order.
 FIXED = (
     "batch_size",
+    "batches",
+    "mining",
     "stage",
     "seed",
     "data",
@@ -383,6 +395,7 @@ FIXED = (
 # Settings that a resumed run may change.
 FREE = (
     "epochs",
+    "batch_groups",  # the run keeps a copy
     "steps",
     "optimizer",  # except its name and layer_decay
     "schedule",
@@ -398,6 +411,7 @@ FREE = (
     "evaluate_every",
     "validation",
     "validation_options",
+    "retrieval",
 )
 
 
@@ -416,6 +430,7 @@ MEANINGS = {
     **dict.fromkeys(("warmup", "warm_up", "warm_up_steps"), "schedule.warmup_steps"),
     **dict.fromkeys(("warmup_ratio", "warm_up_fraction"), "schedule.warmup_fraction"),
     **dict.fromkeys(("num_workers", "readers", "num_readers"), "workers"),
+    **dict.fromkeys(("mine_every", "mining_every", "mine_steps"), "mining.every"),
     **dict.fromkeys(("max_steps", "iterations", "num_steps"), "steps"),
     **dict.fromkeys(("num_epochs", "max_epochs"), "epochs"),
     **dict.fromkeys(("val", "val_data", "eval_data", "test_data"), "validation"),
@@ -505,6 +520,10 @@ def anchor_paths(values: Mapping[str, Any], directory: str | None = None) -> set
             found[f"{key}_options"] = data.anchor_options(options, place)
     if isinstance(model := found.get("model"), str):
         found["model"] = anchor_model(model, place)
+    paths = {"batch_groups": found.get("batch_groups"), **dict(found.get("retrieval") or {})}
+    absolute = {key: str(place / path) for key, path in paths.items() if path and (place / path).exists()}
+    found |= {"batch_groups": absolute.pop("batch_groups")} if "batch_groups" in absolute else {}
+    found |= {"retrieval": {**found["retrieval"], **absolute}} if absolute else {}
     if isinstance(loss := found.get("loss"), Mapping):
         models = {key: anchor_model(loss[key], place) for key in ("teacher", "guide") if loss.get(key)}
         found["loss"] = {**loss, **models}

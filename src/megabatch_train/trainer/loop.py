@@ -6,7 +6,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,10 +22,10 @@ from megabatch.world import World, free_memory
 from megabatch_train import towers
 from megabatch_train.data import loader
 from megabatch_train.data.dataset import Dataset
-from megabatch_train.data.loader import Order
 from megabatch_train.data.resident import Resident
 from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import Evaluated, evaluate
+from megabatch_train.evaluation.corpus import RetrievalTask, evaluate_corpus
 from megabatch_train.machine import StartClock, describe_device, peak_bytes
 from megabatch_train.names import format_row, sanitize
 from megabatch_train.towers import custom
@@ -47,7 +47,7 @@ from megabatch_train.trainer.health import (
 )
 from megabatch_train.trainer.loss import StoredEmbeddings, add_negatives, make_input_reader
 from megabatch_train.trainer.run import FROZEN, TEACHER, Observer, Observers, Run, load_newest
-from megabatch_train.trainer.stages import Stage, plan_stages
+from megabatch_train.trainer.stages import BatchMiner, Stage, plan_stages
 from megabatch_train.trainer.step import BatchReader, Fit, NotFiniteError, Outcome, Step, StepInputs, choose_fit, repeat_inputs
 from megabatch_train.trainer.storage import Storage, check_best
 
@@ -150,13 +150,17 @@ class Trainer:
                     f"validation must have the sides of the training data, {' and '.join(dataset.sides)}, "
                     f"got {' and '.join(data.sides)}"
                 )
-        if config.evaluate_every and not self.validation:
-            raise ValueError(f"evaluate_every must be 0 without validation data (--validation), got {config.evaluate_every}")
-        check_best(config, dataset.sides, list(self.validation))
+        self._task = RetrievalTask(config.retrieval) if config.retrieval.corpus else None
+        if config.evaluate_every and not self.validation and self._task is None:
+            raise ValueError(
+                "evaluate_every must be 0 without validation data (--validation) and without retrieval.corpus, got "
+                f"{config.evaluate_every}"
+            )
+        check_best(config, dataset.sides, list(self.validation), corpus=self._task is not None)
         self._encoded = [side for side in (0, 1) if not config.keep_frozen or config.freeze != SIDES[side]]
         self._negatives = add_negatives(config.loss, dataset, self._encoded)
-        groups = len(dataset) if dataset.groups is None else dataset.groups
-        self.stages = plan_stages(config, lambda size: Order(groups, size, config.seed, self.world.rank, self.world.size), pair)
+        self._miner = BatchMiner(config, dataset, folder, self.world)
+        self.stages = plan_stages(config, self._miner.order_of, pair)
         for stage in self.stages:
             if stage.config.batch_size < self.world.size:
                 raise ValueError(
@@ -232,6 +236,7 @@ class Trainer:
                 f"{self.steps:,} (--steps, --epochs)"
             )
         self._fit = resumed.fit
+        self._miner.restore(self.stages, self.step, checkpoint)
         self._health.restore(self.run.health)
         for problem in self._health.problems if self.world.rank == 0 else ():
             LOG.warning("the run had this problem when it was saved: %s", problem)
@@ -265,6 +270,8 @@ class Trainer:
     def _run_to_the_end(self) -> dict[str, float] | None:
         self.run.first_step = self.step
         self._storage.open()
+        if self.step == 0:
+            self._miner.start()
         self._observers.start(self.run)
         self._start.end_phase("folder")
         try:
@@ -282,7 +289,7 @@ class Trainer:
                     checkpoint_error = error  # the weights are saved, so they are evaluated before the error is raised
                 if not self._storage.weights_saved:  # the run resumed after its last step
                     self._storage.save_weights()
-                result = self._evaluate(workers) if self.validation else None
+                result = self._evaluate(workers) if self.validation or self._task is not None else None
                 if checkpoint_error is not None:
                     raise checkpoint_error
                 if self.config.collapse == "stop" and (failure := self._health.final_failure(self.step)):
@@ -386,7 +393,7 @@ class Trainer:
         elif self.step == stage.first:
             self._fit = None  # the chunk sizes of the previous stage
         reader = self._make_reader(stage, workers)
-        batches = map(reader.prepare, stage.batches(self.step))
+        batches = map(reader.prepare, self._mine(stage, workers).batches(self.step))
         next_inputs = next(batches, None)  # workers read the first batch while chunk sizes are chosen and towers are compiled
         try:
             step = self._make_step(stage, reader)
@@ -395,12 +402,17 @@ class Trainer:
             clock = Clock(self.world.device)
             with clock.activate():
                 while next_inputs is not None:
-                    inputs, next_inputs = next_inputs, next(batches, None)  # workers read the next batch during this step
+                    due = self._miner.is_due(next_inputs.batch.number + 1)  # this step decides what is in the next batch
+                    # Workers read the next batch during this step.
+                    inputs, next_inputs = next_inputs, None if due else next(batches, None)
                     try:
                         self._train_step(stage, step, inputs, stop, clock)
                     finally:
                         inputs.stop()
                     del inputs
+                    if due and self.step < stage.stop:
+                        batches = map(reader.prepare, self._mine(stage, workers).batches(self.step))
+                        next_inputs = next(batches, None)
         except Exception as error:
             # The checkpoint that is being written is still valid. Only all ranks together can complete it, and only the error
             # below is raised on all ranks.
@@ -410,6 +422,15 @@ class Trainer:
         finally:
             if next_inputs is not None:
                 next_inputs.stop()
+
+    def _mine(self, stage: Stage, workers: int | Executor) -> Stage:
+        """Mines new groups if they are due before the next step. Returns the stage with its new order."""
+        if self.step < self.steps and self._miner.is_due(self.step):
+            gathered = gather_parameters(self.pair.modules)
+            with phase("mining"), gathered, autocast(self.config.precision, self.world.device):
+                chunk_size = 256 if self._fit is None else min(256, *self._fit.chunk_sizes)
+                self._miner.mine(self.stages, self.step, self.pair, chunk_size=chunk_size, workers=workers)
+        return next(one for one in self.stages if one.first == stage.first)
 
     def _train_step(self, stage: Stage, step: Step, inputs: StepInputs, stop: StopSignal, clock: Clock) -> None:
         """Makes one step and records it. Then writes a checkpoint and evaluates the model if they are due."""
@@ -446,7 +467,7 @@ class Trainer:
                 f"{self.describe_saved()}. To continue in spite of the problem, use --set collapse=warn"
             )
         every = self.config.evaluate_every
-        if self.validation and every and self.step % every == 0 and self.step < self.steps:
+        if every and self.step % every == 0 and self.step < self.steps:
             with phase("evaluation"):  # the last evaluation follows after the loop
                 self._evaluate(step.reader.workers)
 
@@ -505,6 +526,14 @@ class Trainer:
                     self.pair, dataset, scale=scale, chunk_size=chunk_size, workers=workers, group=self.world.group, keep=keep
                 )
                 result |= {f"{name}/{key}" if name else key: value for key, value in metrics.items()}
+            if self._task is not None:
+                with (
+                    ThreadPoolExecutor(count) if (count := reader_count(self.config, self.world)) else nullcontext(0) as threads
+                ):
+                    metrics = evaluate_corpus(
+                        self.pair, self._task, chunk_size=chunk_size, workers=threads, group=self.world.group
+                    )
+                result |= {f"corpus/{key}": value for key, value in metrics.items()}
         self._observers.on_evaluation({"step": self.step, "evaluation": result})
         if self.config.evaluate_every and self.config.checkpoint.best != "none":
             self._storage.save_best(result, self._recent_loss())

@@ -16,6 +16,7 @@ from megabatch.cached.replay import checksum
 from megabatch.world import World, local
 from megabatch_train import settings, towers
 from megabatch_train.data.dataset import TEXT, Dataset, name_sides
+from megabatch_train.evaluation.corpus import METRICS, WAY
 from megabatch_train.evaluation.evaluate import RECALLS, find_headline
 from megabatch_train.names import redact
 from megabatch_train.towers import models
@@ -542,13 +543,14 @@ def is_better(metric: str, value: float, other: float) -> bool:
     return value < other if "rank" in metric or "loss" in metric else value > other
 
 
-def check_best(config: TrainConfig, sides: Sequence[str], prefixes: Sequence[str]) -> None:
+def check_best(config: TrainConfig, sides: Sequence[str], prefixes: Sequence[str], *, corpus: bool = False) -> None:
     """Raises an error if `checkpoint.best` is not a metric of the run. The trainer calls it before the first step.
 
     Args:
         config: all settings.
         sides: the sides of the data.
         prefixes: the prefixes of the metrics of the validation datasets.
+        corpus: whether the run searches a corpus (`retrieval.corpus`).
     """
     name = config.checkpoint.best
     if name in ("auto", "none"):
@@ -557,6 +559,7 @@ def check_best(config: TrainConfig, sides: Sequence[str], prefixes: Sequence[str
         raise ValueError(f'checkpoint.best must be "auto" or "none" without evaluate_every, got {name!r}')
     metrics = metric_names(sides)
     choices = [f"{prefix}/{metric}" if prefix else metric for prefix in prefixes for metric in metrics]
+    choices += [f"corpus/{WAY}_{metric}" for metric in METRICS] if corpus else []
     if name not in choices:
         raise ValueError(f'checkpoint.best must be "auto", "none" or one of {", ".join(choices)}, got {name!r}')
 
