@@ -249,7 +249,7 @@ def test_ranks_of_meta_tensors():
         ((8, 0), None, "tf32", "triton", None),
         ((9, 0), None, "float64", "eager", "float32 at most"),
         ((7, 5), None, "float16", "eager", "need compute capability 8.0 or newer, and cuda:0 has 7.5"),
-        ((9, 4), "6.2", "bfloat16", "eager", "run on NVIDIA GPUs"),
+        ((9, 4), "6.2", "bfloat16", "eager", "tested only on NVIDIA GPUs, and cuda:0 is an AMD GPU"),
     ],
 )
 def test_which_backend_serves_a_gpu(monkeypatch, capability, hip, precision, chosen, reason):
