@@ -29,6 +29,8 @@ from megabatch_train.towers.models import TEXT_OPTIONS
 from megabatch_train.towers.open_clip import TOLERANCE
 from megabatch_train.towers.sentence_transformer import TextEncoder, write_tensors
 from megabatch_train.towers.tower import sample_inputs
+from megabatch_train.towers.vision_language import VisionLanguageEncoder, write_example
+from megabatch_train.towers.vision_language.inputs import VisionLanguageInputs
 
 LOG = logging.getLogger("megabatch")
 
@@ -44,6 +46,8 @@ def export_onnx(pair: Pair, folder: Path) -> None:
         raise ValueError(f"--to onnx needs a model of images or texts, got {pair.name!r} for recordings; --to hf supports it")
     for module in ("onnx", "onnxscript"):
         extras.load(module, purpose=_PURPOSE)
+    if isinstance(pair.first.module, VisionLanguageEncoder):
+        raise ValueError(f"--to must be hf for a vision-language model, got onnx for {pair.name!r}")
     if getattr(pair.first.module, "takes_patches", False):
         raise ValueError(
             f"--to onnx needs a model that takes images as pixels, got {pair.name!r}, which takes patches, and whose code "
@@ -485,7 +489,7 @@ def write_card(
 
 
 def _card_header(pair: Pair, form: str) -> str:
-    texts = pair.first.kind == pair.second.kind
+    texts = pair.first.kind == pair.second.kind or isinstance(pair.first.module, VisionLanguageEncoder)
     media = "audio" if pair.first.kind == AUDIO else "image"
     library = {"onnx": "onnx", "open_clip": "open_clip", "hf": "sentence-transformers" if texts else "transformers"}[form]
     lines = [
@@ -551,6 +555,8 @@ def _card_use(pair: Pair, form: str, folder: str, *, on_hub: bool) -> list[str]:
             code += _LOAD_PAIR.format(pixels=pixels, **_describe_tokens(texts))
         else:
             code += _LOAD_TWO.format(pixels=pixels) + (_LOAD_TEXTS if isinstance(texts, TokenInputs) else "")
+    elif isinstance(texts, VisionLanguageInputs):
+        code, prompts = write_example(pair, folder), []
     elif isinstance(texts, HashedWords):
         code = _LOAD_ENCODER.format(folder=folder, vocabulary=texts.vocabulary, longest=texts.longest)
     else:

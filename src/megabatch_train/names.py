@@ -25,6 +25,7 @@ MODELS = (
     "small (a convolutional network and a bag of n-grams, for a CPU)",
     "open_clip:MODEL or open_clip:MODEL@WEIGHTS (image–text, such as open_clip:ViT-B-32; MODEL can be a file, FILE.json)",
     "hf:NAME (a transformers model with its weights: text–text, an encoder; image–text, such as CLIP; audio–text, CLAP)",
+    "hf:NAME (texts, images and both together, a vision-language model of transformers such as Qwen3-VL)",
     "hf:IMAGES+TEXTS (image–text, two transformers encoders with their weights)",
     "python:MODULE:FUNCTION (any data, a function of your own that returns both towers, as in python:package.module:build)",
     "hf-config:FOLDER or hf-config:IMAGES+TEXTS (like hf:, but with random weights, from the config.json of a folder)",

@@ -65,10 +65,12 @@ def test_small_runs_on_a_cpu(command, tmp_path):
         "topk_gpu",
         "tower_time",
         "train_speed",
+        "vision_language_gpu",
     ],
 )
 def test_tiny_runs(script, tmp_path):
-    packages = {"decoders_gpu": "sentence_transformers", "encoders_gpu": "sentence_transformers"}
+    theirs = ("decoders_gpu", "encoders_gpu", "vision_language_gpu")
+    packages = dict.fromkeys(theirs, "sentence_transformers")
     packages |= dict.fromkeys(("tower_time", "train_speed"), "open_clip")
     if script in packages:
         pytest.importorskip(packages[script])

@@ -392,3 +392,67 @@ def test_a_source_that_ends_early_is_named():
 def test_wrong_options(options, error, message):
     with pytest.raises(error, match=message):
         mb.ReplaySource(range(3), **{"read": augmented, **options})
+
+
+def ragged(index, generator):
+    return torch.randn(1 + index * 7 % 40, 6, generator=generator, dtype=torch.float64)
+
+
+def padded(samples):
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+class Added(torch.nn.Module):
+    """Adds the tokens of a sample, and records the shapes of the chunks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.shapes = torch.nn.Linear(6, 4, bias=False).double(), []
+
+    def forward(self, tokens):
+        self.shapes.append(tuple(tokens.shape[:2]))
+        return self.linear(tokens).sum(1)
+
+
+@pytest.mark.parametrize("workers", [0, 2, "executor"])
+def test_replay_with_lengths_puts_samples_of_similar_length_together(workers):
+    """The samples keep their seeds, and the embeddings return in the order of the batch."""
+
+    def loss(first, second):
+        return torch.nn.functional.cross_entropy(first @ second.T, torch.arange(len(first)))
+
+    references, made = list(range(90)), Added()
+    with ThreadPoolExecutor(2) as executor:
+        options = {"seed": 4, "workers": executor if workers == "executor" else workers, "collate": padded, "hold": 10**5}
+        sources = [
+            mb.ReplaySource(references, ragged, length=lambda index: 1 + index * 7 % 40, **{**options, "seed": seed})
+            for seed in (4, 5)
+        ]
+        for source in sources:
+            source.start()
+        value = mb.cached_backward(loss, [(made, source) for source in sources], chunk_size=8)
+    assert sources[0].lengths.tolist() == [1 + index * 7 % 40 for index in references]
+    assert sources[0].width == 40
+    assert all(rows * width <= 8 * 40 for rows, width in made.shapes if rows > 8)
+    assert max(rows for rows, _ in made.shapes) > 16
+    plain_tower = Added()
+    sides = (
+        plain_tower(padded([ragged(i, torch.Generator().manual_seed(sample_seed(seed, i))) for i in references]))
+        for seed in (4, 5)
+    )
+    wanted = loss(*sides)
+    wanted.backward()
+    torch.testing.assert_close(value, wanted.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(made.linear.weight.grad, plain_tower.linear.weight.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_length_that_fails_is_an_error_of_the_step():
+    def fail(index):
+        raise ValueError("no length")
+
+    with ThreadPoolExecutor(1) as executor:
+        source = mb.ReplaySource(range(4), ragged, workers=executor, collate=padded, length=fail, hold=100)
+        source.start()
+        with pytest.raises(ValueError, match="no length"):
+            mb.cached_backward(lambda first, second: (first * second).sum(), [(Added(), source)] * 2, chunk_size=2)

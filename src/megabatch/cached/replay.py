@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megabatch.cached import second_pass
-from megabatch.cached.sources import Source, Span
+from megabatch.cached.sources import Source, Span, longest_first
 from megabatch.cached.streaming import copy_to, produce_chunks
 
 PIECE = 64  # samples of a task: enough to hide the overhead of a task, and few enough to spread a chunk over workers
@@ -60,6 +60,9 @@ class ReplaySource(Source):
             decode and augment a whole chunk there.
         ahead: the number of chunks that workers read in advance.
         hold: bytes of host memory for samples that wait for the second pass. Samples that do not fit are read again.
+        length: a function of a reference that returns the number of tokens of its sample, without preparing the sample. The
+            step then encodes samples of similar length together. `chunk_size` counts samples of the largest length, and a
+            chunk of shorter samples has more samples. An estimate suffices, because `collate` pads each chunk.
 
     Examples:
         ```python
@@ -79,6 +82,7 @@ class ReplaySource(Source):
         finish: Callable[[list[Any], torch.device | None], Any] | None = None,
         ahead: int = 2,
         hold: int = 0,
+        length: Callable[[Any], int] | None = None,
     ) -> None:
         if not callable(read):
             raise TypeError(f"read must be a function of a reference and a generator, got {type(read).__name__}")
@@ -90,7 +94,12 @@ class ReplaySource(Source):
             raise ValueError(f"hold must be a number of bytes of at least 0, got {hold!r}")
         if collate is not None and finish is not None:
             raise ValueError("collate must not be set if finish is given, because finish gets the samples; got both")
-        self._references, self._read, self._seed = references, read, seed
+        self._references, self._read, self._seed, self._length = references, read, seed, length
+        self._places: Sequence[int] = range(len(references))  # positions that determine the seeds of the samples
+        self._lengths: Tensor | None = None  # measured when they are needed
+        self._by_length: ReplaySource | None = None  # the samples from long to short, which `start` reads ahead
+        self._measuring = threading.Lock()
+        self._starting: threading.Thread | None = None  # sorts the samples and starts to read them
         self._workers, self._collate, self._finish, self._ahead = workers, collate, finish, ahead
         self._checksums = array("Q", [_UNREAD]) * len(references)
         # A piece is PIECE samples. It is in `_coming` from its request to its use in a chunk. Then it is in `_held` until the
@@ -103,16 +112,78 @@ class ReplaySource(Source):
         self._planned: Iterator[int] = iter(())  # pieces to read ahead
         self._lock = threading.Lock()
         self._ahead_bytes = 0  # bytes that `start` has read
+        self._is_stopped = False
 
     def __len__(self) -> int:
         """The number of samples."""
         return len(self._references)
+
+    @property
+    def lengths(self) -> Tensor | None:  # type: ignore[override]  # (N,) int64
+        """The numbers of tokens, which the workers measure at the first access; None without the argument `length`."""
+        if self._length is None:
+            return None
+        with self._measuring:
+            if self._lengths is None:
+                pieces = [self._references[piece * PIECE : (piece + 1) * PIECE] for piece in pieces_of((0, len(self)))]
+                measure = partial(_measure_piece, self._length)
+                if isinstance(self._workers, Executor):
+                    measured = list(self._workers.map(measure, pieces))
+                else:
+                    measured = [measure(piece) for piece in pieces]
+                self._lengths = torch.tensor([length for piece in measured for length in piece], dtype=torch.int64)
+            return self._lengths
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        """The largest number of tokens of a sample."""
+        lengths = self.lengths
+        return int(lengths.max()) if lengths is not None and len(lengths) else 0
+
+    def reorder(self, order: Tensor) -> "ReplaySource":  # (N,)
+        """Returns a source with the samples in another order. Each sample has the same seed as in this source."""
+        if self._starting is not None and self._starting is not threading.current_thread():
+            self._starting.join()  # its source already reads the samples
+        places = order.tolist()
+        if self._by_length is not None and list(self._by_length._places) == places:
+            return self._by_length
+        other = ReplaySource(
+            [self._references[place] for place in places],
+            self._read,
+            seed=self._seed,
+            workers=self._workers,
+            collate=self._collate,
+            finish=self._finish,
+            ahead=self._ahead,
+            hold=self._hold,
+        )
+        other._places = places
+        return other
 
     def start(self) -> None:
         """Starts to read as many samples as `hold` allows, for a batch that is due later. `workers` must be an executor.
 
         Only a few pieces are requested at a time, so that a batch that is due now does not wait for this one.
         """
+        if isinstance(self._workers, Executor) and self._length is not None:
+            self._starting = threading.Thread(target=self._start_longest, name="megabatch-lengths", daemon=True)
+            self._starting.start()
+        else:
+            self._read_ahead()
+
+    def _start_longest(self) -> None:
+        """Starts to read the samples in the order in which the step encodes them."""
+        with suppress(Exception):  # the step measures again, and raises the error
+            lengths = self.lengths
+            order = None if lengths is None else longest_first(lengths, self.width)
+            first = self if order is None else self.reorder(order)
+            with self._lock:
+                if self._is_stopped:
+                    return
+                self._by_length = None if first is self else first
+            first._read_ahead()
+
+    def _read_ahead(self) -> None:
         if isinstance(self._workers, Executor) and self._hold:
             self._planned = iter(pieces_of((0, len(self))))
             for _ in range(2 * getattr(self._workers, "_max_workers", 4)):
@@ -121,11 +192,13 @@ class ReplaySource(Source):
     def stop(self) -> None:
         """Cancels the reading of samples that no chunk needs, because the step or the run has failed."""
         with self._lock:
-            self._planned = iter(())
+            self._is_stopped, self._planned = True, iter(())
             coming = list(self._coming.values())
             self._coming.clear()
         for future in coming:
             future.cancel()
+        if self._by_length is not None:
+            self._by_length.stop()
 
     def _read_next_planned(self, done: Future[list[tuple[Any, int, int]]] | None = None) -> None:
         """Requests the next piece. The thread that has read a piece calls this function as well."""
@@ -184,7 +257,7 @@ class ReplaySource(Source):
             for piece in pieces:
                 if not any(piece in available for available in (self._held, self._passing, self._coming)):
                     positions = range(piece * PIECE, min((piece + 1) * PIECE, len(self)))
-                    work = [(i, self._references[i], sample_seed(self._seed, i)) for i in positions]
+                    work = [(i, self._references[i], sample_seed(self._seed, self._places[i])) for i in positions]
                     self._coming[piece] = executor.submit(_read_piece, self._read, work)
                     submitted.append(self._coming[piece])
         for future in submitted:
@@ -302,6 +375,10 @@ def _values(sample: Any) -> list[Any]:
 def pieces_of(span: Span) -> range:
     """Returns the pieces that contain the samples of a span."""
     return range(span[0] // PIECE, -(-span[1] // PIECE))
+
+
+def _measure_piece(length: Callable[[Any], int], references: Sequence[Any]) -> list[int]:
+    return [length(reference) for reference in references]
 
 
 def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any, int, int]]:

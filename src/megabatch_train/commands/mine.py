@@ -162,13 +162,13 @@ class Mine:
     """Computes the embeddings of both sides, and writes the table as JSON lines. At the end it can convert them to Parquet."""
 
     def __init__(self, inputs: commands.ModelAndData, output: Path, args: argparse.Namespace) -> None:
-        from megabatch_train.data.dataset import IMAGE, TEXT
+        from megabatch_train.data.dataset import IMAGE, MIXED, TEXT
         from megabatch_train.evaluation import embedding
         from megabatch_train.evaluation.corpus import TextFile
         from megabatch_train.evaluation.embedding import read_or_none
 
         self.inputs, self.dataset, self.output, self.args = inputs, inputs.dataset, output, args
-        if self.dataset.sides not in ((IMAGE, TEXT), (TEXT, TEXT)):
+        if MIXED not in self.dataset.sides and self.dataset.sides not in ((IMAGE, TEXT), (TEXT, TEXT)):
             raise ValueError(
                 f"--data must have images and texts, or queries and documents, got {' and '.join(self.dataset.sides)}"
             )
@@ -177,7 +177,13 @@ class Mine:
         if self.dataset.sides[0] == IMAGE and not self.holds_images and not args.batches:
             self._check_paths()
         self.corpus = None if args.corpus is None else TextFile(Path(args.corpus), "--corpus")
-        self.texts = [read_or_none(self.dataset, index, 1) for index in range(len(self.dataset))]
+        self.is_mixed = MIXED in self.dataset.sides
+        if self.is_mixed:
+            self._check_mixed()
+        mixed = self.dataset.sides[1] == MIXED
+        self.texts = [
+            self.dataset.key(index, 1) if mixed else read_or_none(self.dataset, index, 1) for index in range(len(self.dataset))
+        ]
         embedding.continue_or_begin(self.work, self._describe_inputs())
 
     def _describe_inputs(self) -> dict[str, Any]:
@@ -239,12 +245,12 @@ class Mine:
         """Writes the table. Returns the number of pairs and the number of missing negatives."""
         import torch
 
-        from megabatch_train.data.dataset import TEXT
+        from megabatch_train.data.dataset import IMAGE
         from megabatch_train.evaluation.embedding import hard_negatives
 
         candidates_of, first_pairs = self._number_texts()
         added = self._choose_from_corpus()
-        names = [*SIDES[self.dataset.sides[0] == TEXT], *(f"negative_{number + 1}" for number in range(choice.negatives))]
+        names = [*SIDES[self.dataset.sides[0] != IMAGE], *(f"negative_{number + 1}" for number in range(choice.negatives))]
         query, document = self._embed()
         ids = self.dataset.ids(range(len(self.dataset)))
         part_file = self.output.with_name(self.output.name + ".part")
@@ -272,6 +278,8 @@ class Mine:
                     negatives += [None] * (choice.negatives - len(negatives))
                     missing += negatives.count(None)
                     line = dict(zip(names, (self._read_first_side(index), self.texts[index], *negatives), strict=True))
+                    if self.is_mixed:
+                        line = self._divide(line)
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 lines_done += len(rows)
                 file.flush()
@@ -285,12 +293,48 @@ class Mine:
 
     def _read_first_side(self, index: int) -> Any:
         """Returns the first side of a pair. For an image that the table will contain, it returns the name."""
-        from megabatch_train.data.dataset import TEXT
+        from megabatch_train.data.dataset import MIXED, TEXT
         from megabatch_train.evaluation.embedding import read_or_none
 
+        if self.dataset.sides[0] == MIXED:
+            return self.dataset.key(index, 0)
         if self.dataset.sides[0] == TEXT:
             return read_or_none(self.dataset, index, 0)
         return redact(self.dataset.name(index)) if self.holds_images else self._name_image(index)
+
+    def _check_mixed(self) -> None:
+        """Raises an error if the table cannot name the images of sides with texts and images."""
+        from megabatch_train.data.dataset import MIXED
+        from megabatch_train.data.tables import Table, split_mixed
+
+        if self.output.suffix != ".jsonl":
+            raise ValueError(f"--output must end in .jsonl for data with query_image or document_image, got {self.output}")
+        if self.corpus is not None:
+            raise ValueError(f"--corpus must not be set for data with query_image or document_image, got {self.corpus.path}")
+        for index in range(len(self.dataset)):
+            for side in (side for side in (0, 1) if self.dataset.sides[side] == MIXED):
+                image, _ = split_mixed(self.dataset.key(index, side))
+                if isinstance(self.dataset, Table) and self.dataset.is_inside(image):
+                    raise ValueError(
+                        "--data must have images with a path or a URL, because the mined table names them, got an image inside "
+                        f"the table in row {index}"
+                    )
+
+    def _divide(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Returns a line with separate columns for texts and images. The paths of images are absolute."""
+        from megabatch_train.data.dataset import MIXED
+        from megabatch_train.data.paths import is_url
+        from megabatch_train.data.tables import split_mixed
+
+        divided: dict[str, Any] = {}
+        for name, value in line.items():
+            if self.dataset.sides[name != "query"] != MIXED:
+                divided[name] = value
+                continue
+            image, text = ("", "") if value is None else split_mixed(value)
+            image = self._redact_url(image) if is_url(image) else os.path.abspath(image) if image else ""
+            divided |= {name: text or None, _name_image_column(name): image or None}
+        return divided
 
     def _check_paths(self) -> None:
         for index in range(len(self.dataset)):
@@ -404,8 +448,19 @@ class Mine:
             complete = part.read_bytes().rpartition(b"\n")[0]
             lines = complete.splitlines()
             part.write_bytes(complete + b"\n" if lines else b"")
-            negatives = (list(json.loads(line).values())[2:] for line in lines)
-            return len(lines), sum(row.count(None) for row in negatives)
+            return len(lines), sum(map(_count_missing, map(json.loads, lines)))
         part.write_bytes(b"")
         path.write_text(repr(choice))
         return 0, 0
+
+
+def _name_image_column(name: str) -> str:
+    """Returns the name of the column of images, such as "negative_image_1" for "negative_1"."""
+    role, _, number = name.partition("_")
+    return f"{role}_image{'_' if number else ''}{number}"
+
+
+def _count_missing(line: dict[str, Any]) -> int:
+    """Returns the number of negatives that a line of the table misses."""
+    names = [name for name in line if name.startswith("negative_") and not name.startswith("negative_image_")]
+    return sum(line[name] is None and line.get(_name_image_column(name)) is None for name in names)

@@ -103,11 +103,11 @@ def run_embed(args: argparse.Namespace) -> int:
 
 def find_side(dataset: Dataset, name: str | None) -> int:
     """Returns the index of the side with this name: images or audio and texts, queries and documents, or first and second."""
-    from megabatch_train.data.dataset import AUDIO, IMAGE, TEXT
+    from megabatch_train.data.dataset import AUDIO, IMAGE, MIXED, TEXT
 
     names = {(IMAGE, TEXT): ("images", "texts"), (TEXT, TEXT): ("queries", "documents"), (AUDIO, TEXT): ("audio", "texts")}
-    sides = names.get(dataset.sides, ("first", "second"))
-    side = name or (sides[1] if dataset.sides[0] == TEXT else sides[0])
+    sides = names.get(dataset.sides, names[TEXT, TEXT] if MIXED in dataset.sides else ("first", "second"))
+    side = name or (sides[1] if dataset.sides[0] in (TEXT, MIXED) else sides[0])
     if side not in sides:
         raise ValueError(f"--side must be {' or '.join(sides)} for this data, got {side}")
     return sides.index(side)
@@ -115,13 +115,19 @@ def find_side(dataset: Dataset, name: str | None) -> int:
 
 def sample(dataset: Dataset, index: int, side: int) -> dict[str, Any]:
     """Returns the name, the path and the text of a sample. The text of an image is its caption."""
-    from megabatch_train.data.dataset import TEXT
+    from megabatch_train.data.dataset import MIXED, TEXT
+    from megabatch_train.data.tables import split_mixed
     from megabatch_train.evaluation import embedding
     from megabatch_train.evaluation.embedding import read_or_none
 
-    text = read_or_none(dataset, index, side if dataset.sides[side] == TEXT else 1)
-    text = text if isinstance(text, str) else None  # both sides can be values
-    values = dict(zip(embedding.SAMPLE, (redact(dataset.name(index)), redact(dataset.place(index)), text), strict=True))
+    if dataset.sides[side] == MIXED:
+        path, text = (value or None for value in split_mixed(dataset.key(index, side)))
+        named = (redact(path or dataset.name(index)), redact(path), text)
+    else:
+        text = read_or_none(dataset, index, side if dataset.sides[side] == TEXT else 1)
+        text = text if isinstance(text, str) else None  # both sides can be values
+        named = (redact(dataset.name(index)), redact(dataset.place(index)), text)
+    values = dict(zip(embedding.SAMPLE, named, strict=True))
     # A path may contain half of a surrogate pair, which UTF-8 cannot encode.
     return {key: value and value.encode("utf-8", "backslashreplace").decode() for key, value in values.items()}
 
@@ -217,9 +223,13 @@ class Data:
 
     def side(self, kind: str) -> int:
         """Returns the side to search for queries of this kind. For pairs of texts it is the second side."""
-        from megabatch_train.data.dataset import TEXT
+        from megabatch_train.data.dataset import MIXED, TEXT
         from megabatch_train.data.rows import ImageFolder
 
+        if MIXED in self.dataset.sides:
+            if self.args.among:
+                raise ValueError(f"--among must not be set for data with query_image or document_image, got {self.args.among}")
+            return 1
         sides = self.dataset.sides[:1] if isinstance(self.dataset, ImageFolder) else self.dataset.sides
         among = self.args.among
         searched = KINDS[among] if among else sides[0] if kind == TEXT or TEXT not in sides else TEXT
@@ -349,6 +359,10 @@ def _show(value: Any, name: str) -> Shown:
     """Returns an image or a text for the contact sheet. Other samples are shown by their names."""
     import torch
 
+    from megabatch_train.data.dataset import Content
+
+    if isinstance(value, Content):
+        return value.text if value.image is None else value.image
     return "cannot be read" if value is None else value if isinstance(value, str | torch.Tensor) else name
 
 
@@ -436,11 +450,12 @@ def _parse_query(text: str) -> Shown | Audio:
 
 
 def _choose_encoder(pair: Pair, kind: str, *, other: int) -> Tower:
-    """Returns the tower for queries. If both towers encode texts, it is the tower of the side that is not searched."""
-    if pair.towers[1 - other].kind == kind:
-        return pair.towers[1 - other]
-    if pair.towers[other].kind == kind:
-        return pair.towers[other]
+    """Returns the tower for queries. If both towers encode them, it is the tower of the side that is not searched."""
+    from megabatch_train.data.dataset import MIXED
+
+    for side in (1 - other, other):
+        if pair.towers[side].kind in (kind, MIXED):
+            return pair.towers[side]
     raise ValueError(f"QUERY must be of a kind that the model encodes, {pair.first.kind} or {pair.second.kind}, got {kind}")
 
 

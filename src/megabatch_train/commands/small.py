@@ -174,6 +174,9 @@ columns, such as image and caption, or query and document.
   negative=NAME               hard negatives for training; repeat it for each column
   label=NAME                  class of a pair, for training with --loss sup_con
   score=NAME                  similarity of two texts, for evaluation
+  query_image=NAME            image of a query, of a document or of a hard negative, for
+  document_image=NAME         vision-language models; a side can have a text, an image
+  negative_image=NAME         or both
   negative=                   do not read a column of this role (negative, label, score)
 
   megabatch train --data pairs.csv --columns image=file text=description
@@ -190,7 +193,8 @@ MODEL and --model name a pair of encoders (towers), for images and texts or for 
   open_clip:FILE.json             a model of open_clip from its config file
   hf:NAME                         one transformers encoder with its weights, for both texts,
                                   or a transformers model of images and texts, such as CLIP,
-                                  or of recordings and texts (CLAP)
+                                  or of recordings and texts (CLAP),
+                                  or a vision-language model, such as Qwen3-VL
   hf:IMAGES+TEXTS                 two transformers encoders, for images and texts
   hf-config:FOLDER                like hf:NAME, but with random weights, from FOLDER/config.json
   python:MODULE:FUNCTION          towers of your own, for any data: the result of a function, such

@@ -265,7 +265,7 @@ def run(args: argparse.Namespace) -> int:
 def _collect_settings(args: argparse.Namespace) -> list[settings.Table]:
     """Returns the settings of the command line as tables. A later table has precedence."""
     from megabatch_train.data import load as data
-    from megabatch_train.data.tables import LABEL, NEGATIVE
+    from megabatch_train.data.tables import LABEL, NEGATIVE, NEGATIVE_IMAGE
 
     flags: settings.Table = {}
     if args.steps and args.epochs is not None:
@@ -279,7 +279,7 @@ def _collect_settings(args: argparse.Namespace) -> list[settings.Table]:
     if args.columns is not None:
         flags["data_options"] = {"columns": args.columns}
         if args.validation is not None and not set(args.validation) & set(data.WITH_SPLITS):
-            columns = {role: name for role, name in args.columns.items() if role not in (NEGATIVE, LABEL)}
+            columns = {role: name for role, name in args.columns.items() if role not in (NEGATIVE, NEGATIVE_IMAGE, LABEL)}
             flags["validation_options"] = {"columns": columns}
     from_file = settings.read(args.config) if args.config is not None else {}
     return [from_file, flags, *(settings.assignment(text) for text in args.set)]
@@ -315,8 +315,8 @@ def _choose_folder(args: argparse.Namespace, source: str) -> tuple[Path, Path | 
 
 def _run_name(source: str) -> str:
     """Returns the name of a run on this data: the name of the file, or of the folder for a pattern, or "mix" for a mixture."""
+    from megabatch_train.data.hub import PREFIX
     from megabatch_train.data.load import BETWEEN
-    from megabatch_train.data.tables import PREFIX
 
     if BETWEEN in source:
         return "mix"

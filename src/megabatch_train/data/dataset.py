@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -150,6 +150,7 @@ def text_id(text: str) -> int:
 
 
 IMAGE, TEXT, AUDIO = "image", "text", "audio"
+MIXED = "image+text"  # each sample has an image, a text or both, as `Content`
 VALUE, FILE = "value", "file"  # for towers of the user: the value of a table's column, and the contents of a file
 STORED_IN_FILES = (IMAGE, AUDIO, FILE)  # kinds whose column contains paths, URLs or the bytes of files
 MOST_REPLACEMENTS = 100  # number of samples that are tried to replace an unreadable sample without a blank
@@ -175,6 +176,17 @@ class Audio:
 
     samples: Tensor  # (n,) float32, from −1 to 1
     rate: int  # samples per second
+
+
+class Content(NamedTuple):
+    """A sample that can have a text and an image."""
+
+    text: str = ""
+    image: Any = None  # (3, H, W) uint8, an `images.EncodedImage` as it is stored, or None
+
+    def __str__(self) -> str:
+        """Returns the text, or else the name of the image."""
+        return self.text or str(getattr(self.image, "name", None) or "an image")
 
 
 class Preparation(Protocol):
@@ -214,15 +226,15 @@ class Dataset(ABC):
     def read(self, index: int, side: int) -> Any:
         """Reads one side (0 or 1) of a sample. Every call returns the same value.
 
-        An image is a (3, H, W) uint8 tensor, a text is a str, a recording is an `Audio`, a file is a `StoredFile`, and a
-        value is any object.
+        An image is a (3, H, W) uint8 tensor, a text is a str, a recording is an `Audio`, a file is a `StoredFile`, a sample of
+        a mixed side is a `Content`, and a value is any object.
 
         Raises:
             UnreadableSampleError: the sample is missing or damaged. The message has the file name and the reason.
         """
 
     def read_stored(self, index: int, side: int) -> Any:
-        """Returns an image or a recording that is still encoded (`StoredFile`), or else the result of `read`."""
+        """Returns the result of `read` with images and recordings that are still encoded (`StoredFile`)."""
         return self.read(index, side)
 
     @abstractmethod
@@ -290,7 +302,10 @@ class Dataset(ABC):
         fast = getattr(preparation, "training_images", None) if augment else None  # a user-defined preparation may have none
         if fast is None:
             read = _Read(self, side, preparation.prepare, own if augment else None)
-            return ReplaySource(indices, read, workers=workers, collate=_Collate(self, preparation.collate), hold=hold)
+            measure = getattr(preparation, "measure", None)
+            length = None if measure is None else _Measure(self, side, measure)
+            collate = _Collate(self, preparation.collate)
+            return ReplaySource(indices, read, workers=workers, collate=collate, hold=hold, length=length)
         read_image, finish = _ReadImage(self, side, fast, own), _FinishImages(self, fast)
         return ReplaySource(indices, read_image, workers=workers, finish=finish, hold=hold)
 
@@ -434,6 +449,21 @@ class _Read:
 
 
 @dataclass
+class _Measure:
+    """Returns the number of tokens of one side of a sample."""
+
+    dataset: Dataset
+    side: int
+    measure: Callable[[Any], int]
+
+    def __call__(self, index: int) -> int:
+        try:
+            return self.measure(self.dataset.read_stored(int(index), self.side))
+        except UnreadableSampleError:
+            return self.measure(blank(self.dataset.sides[self.side]))
+
+
+@dataclass
 class _ReadImage:
     """Reads and crops one training image. The checksum is computed from the stored image, not from the crop."""
 
@@ -484,14 +514,14 @@ def _note_failures(dataset: Dataset, samples: list[tuple[int, Any, _Failure | No
 
 
 def blank(kind: str) -> Any:
-    """Returns the replacement for an unreadable sample: a gray image, a silent recording or an empty text."""
+    """Returns the replacement for an unreadable sample: a gray image, a silent recording, or an empty text."""
     if kind == AUDIO:
         return Audio(torch.zeros(BLANK_RATE), BLANK_RATE)
     if kind in (VALUE, FILE):
-        raise ValueError(f"kind must be {IMAGE}, {AUDIO} or {TEXT}, which have blanks, got {kind}")
+        raise ValueError(f"kind must be {IMAGE}, {AUDIO}, {TEXT} or {MIXED}, which have blanks, got {kind}")
     return torch.full((3, BLANK_SIZE, BLANK_SIZE), 127, dtype=torch.uint8) if kind == IMAGE else ""
 
 
 def name_sides(sides: Sequence[str]) -> tuple[str, str]:
-    """Returns the names of two sides in metrics: the kinds, or "query" and "text" for two sides of one kind."""
-    return (sides[0], sides[1]) if sides[0] != sides[1] else ("query", "text")
+    """Returns the names of two sides in metrics: the kinds, or "query" and "text" for equal or mixed sides."""
+    return (sides[0], sides[1]) if sides[0] != sides[1] and MIXED not in sides else ("query", "text")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megabatch import extras
 from megabatch.cached.streaming import join_rows
-from megabatch_train.data.dataset import UnreadableSampleError
+from megabatch_train.data.dataset import Content, UnreadableSampleError
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Decoding to (3, H, W) uint8. Transparent pixels become white, and the EXIF orientation is applied.
@@ -60,6 +60,13 @@ def decode(image: EncodedImage) -> Tensor:  # (3, H, W) uint8
     except Exception as error:  # Pillow's decoders raise many kinds of errors for damaged files
         reason = _ADDRESS.sub("", f"{type(error).__name__}: {error}")
         raise UnreadableSampleError(f"{image.name} is not an image that can be read: {reason}") from error
+
+
+def decode_content(sample: Any) -> Any:
+    """Returns a sample of `Dataset.read_stored` with decoded images."""
+    if isinstance(sample, Content):
+        return sample if sample.image is None else sample._replace(image=decode_content(sample.image))
+    return decode(sample) if isinstance(sample, EncodedImage) else sample
 
 
 def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:

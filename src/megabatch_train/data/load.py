@@ -31,11 +31,12 @@ from megabatch_train.data.dataset import (
     number_values,
     text_id,
 )
+from megabatch_train.data.hub import PREFIX, HubDataset, is_saved
 from megabatch_train.data.loader import Mixture
 from megabatch_train.data.paths import Url, has_magic, is_url, place
 from megabatch_train.data.rows import Folders, class_folders, has_captions
 from megabatch_train.data.shards import Shards
-from megabatch_train.data.tables import PREFIX, HubDataset, Table, is_saved
+from megabatch_train.data.tables import Table
 
 LOG = logging.getLogger("megabatch")
 
@@ -357,7 +358,7 @@ def _from_folder(folder: Url, options: dict[str, Any]) -> Dataset:
 def _with_images(kind: type[Dataset], files: Any, options: dict[str, Any]) -> Dataset:
     """Creates the dataset. If it has images, checks that the package that reads images is installed."""
     dataset: Dataset = kind(files, **_check_options(kind, options))  # type: ignore[call-arg]
-    if IMAGE in dataset.sides:
+    if dataset.sides != (TEXT, TEXT):
         extras.load("PIL.Image", purpose="Reading images")
     return dataset
 

@@ -96,6 +96,8 @@ class Resident(Part):
         for side in sides:
             preparation, images = preparations[side], dataset.sides[side] != TEXT
             training: Any = getattr(preparation, "training_images", None)
+            if getattr(preparation, "measure", None) is not None:
+                raise ValueError("memory.resident must be 0 for a vision-language model, whose samples differ in size")
             if images and augment and training is None:
                 raise ValueError(
                     "memory.resident must be 0 for a model whose workers augment samples, or augment be false; images for "

@@ -189,6 +189,9 @@ CAPTION_KEYS = ("caption", "text")  # keys of the caption in JSON
 ROWS_AT_ONCE = 1024
 
 
+Images = str | Sequence[str] | None  # names of the columns that can contain images
+
+
 class Row(NamedTuple):
     """A row of a table."""
 
@@ -206,8 +209,8 @@ class RowSource(Protocol):
     def columns(self) -> list[str]:
         """Returns the names of the columns; none if there is no intact row."""
 
-    def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
-        """Yields rows with at least these columns. The column `image` can contain images instead of paths."""
+    def rows(self, columns: Sequence[str] | None = None, image: Images = None) -> Iterator[Row]:
+        """Yields rows with at least these columns. The columns `image` can contain images instead of paths."""
 
 
 class TextRows:
@@ -234,7 +237,7 @@ class TextRows:
             return list(next(values_of_rows, {}))
         return list(dict.fromkeys(name for values in values_of_rows for name in values))
 
-    def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
+    def rows(self, columns: Sequence[str] | None = None, image: Images = None) -> Iterator[Row]:
         """Yields rows with all columns. Values of CSV and TSV are texts."""
         try:
             if self._path.suffix == ".jsonl":
@@ -262,14 +265,17 @@ class ParquetRows:
         with self._open() as file:
             return list(file.schema_arrow.names) if file.metadata.num_rows else []
 
-    def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
+    def rows(self, columns: Sequence[str] | None = None, image: Images = None) -> Iterator[Row]:
         """Yields rows with only the named columns."""
         with self._open() as file:
             schema = file.schema_arrow
         selected = [name for name in schema.names if columns is None or name in columns]
-        if image not in schema.names or re.match(r"(dictionary<values=)?(large_)?string", str(schema.field(image).type)):
-            image = None  # the column contains paths
-        return number_rows(self._read, selected, image, "-".join(map(str, identity(self._path))), self.name)
+        embedded = [  # the other columns contain paths
+            name
+            for name in names_of(image)
+            if name in schema.names and not re.match(r"(dictionary<values=)?(large_)?string", str(schema.field(name).type))
+        ]
+        return number_rows(self._read, selected, embedded, "-".join(map(str, identity(self._path))), self.name)
 
     def _read(self, columns: list[str]) -> Iterator[dict[str, Any]]:
         with self._open() as file:
@@ -288,17 +294,26 @@ class ParquetRows:
             raise ValueError(f"{self._path} must be Parquet and cannot be read: {error}") from error
 
 
+def names_of(image: Images) -> list[str]:
+    """Returns the names of the columns that can contain images."""
+    return [image] if isinstance(image, str) else list(image or ())
+
+
 def number_rows(
-    read: Callable[[list[str]], Iterator[dict[str, Any]]], columns: list[str], image: str | None, key: str, table: str
+    read: Callable[[list[str]], Iterator[dict[str, Any]]], columns: list[str], image: Images, key: str, table: str
 ) -> Iterator[Row]:
-    """Numbers the rows that `read` yields. Images of the column `image` are copied once and yielded as `Embedded`."""
-    if image is None:
+    """Numbers the rows that `read` yields. Images of the columns `image` are copied once and yielded as `Embedded`."""
+    embedded = names_of(image)
+    if not embedded:
         yield from (Row(number, values) for number, values in enumerate(read(columns), 1))
         return
-    copies = copy_images(key, image, table, lambda: (values[image] for values in read([image])))
-    others = read([name for name in columns if name != image])
-    for number, (values, embedded) in enumerate(zip(others, copies, strict=True), 1):
-        yield Row(number, {**values, image: embedded})
+    copies = [
+        copy_images(key, name, table, lambda name=name: (values[name] for values in read([name])))  # type: ignore[misc]
+        for name in embedded
+    ]
+    others = read([name for name in columns if name not in embedded])
+    for number, (values, *found) in enumerate(zip(others, *copies, strict=True), 1):
+        yield Row(number, {**values, **dict(zip(embedded, found, strict=True))})
 
 
 class CaptionedImages:
@@ -316,7 +331,7 @@ class CaptionedImages:
         """Returns the names of the image path and the caption."""
         return ["image", "caption"]
 
-    def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
+    def rows(self, columns: Sequence[str] | None = None, image: Images = None) -> Iterator[Row]:
         """Yields rows in the order of the image paths."""
         image_paths = (path for path in sorted(self._folder.rglob("*")) if is_image(path))
         for number, path in enumerate(image_paths, 1):

@@ -1,27 +1,27 @@
-"""Pairs in tables: CSV, TSV, JSON lines, Parquet, and datasets of the Hugging Face library `datasets`."""
+"""Pairs in tables: CSV, TSV, JSON lines and Parquet."""
 
 import bisect
 import copy
 import itertools
 import math
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megabatch import extras
 from megabatch_train.data import audio, images
 from megabatch_train.data.dataset import (
     AUDIO,
     FILE,
     IMAGE,
+    MIXED,
     STORED_IN_FILES,
     TEXT,
     VALUE,
+    Content,
     Dataset,
     UnreadableSampleError,
     number_values,
@@ -49,7 +49,6 @@ from megabatch_train.data.rows import (
     Values,
     find_problem,
     has_captions,
-    number_rows,
     shorten,
 )
 from megabatch_train.names import TABLES, sanitize
@@ -77,33 +76,39 @@ PAIR_COLUMNS = (
 FIRST_ROLES = {"image": IMAGE, "query": TEXT, "audio": AUDIO, "value": VALUE, "file": FILE}  # kind of each role
 SECOND_ROLES = {"text": TEXT, "document": TEXT, "second_value": VALUE, "second_file": FILE}
 NEGATIVE, LABEL, SCORE = "negative", "label", "score"
+IMAGE_ROLES, NEGATIVE_IMAGE = ("query_image", "document_image"), "negative_image"
 SCORE_COLUMNS = ("score", "similarity_score", "similarity")
 Named = Mapping[str, str | Sequence[str]]  # names of columns by role
 _NEGATIVES = re.compile(r"(hard_)?negatives?(_?\d+)?")  # usual names
+_NEGATIVE_IMAGES = re.compile(r"(hard_)?negative_images?(_?\d+)?")
 
 
 class Columns(NamedTuple):
     """The names of columns by role."""
 
-    pair: tuple[str, str]
+    pair: tuple[str, str]  # empty if a side has only images
     kinds: tuple[str, str]  # of both sides
     negatives: tuple[str, ...]
     label: str | None
     score: str | None
+    images: tuple[str, str] = ("", "")  # columns of images in addition to texts; empty for sides without such a column
+    negative_images: tuple[str, ...] = ()
 
     @property
     def all(self) -> list[str]:
         """All names, each once."""
-        further = (name for name in (self.label, self.score) if name is not None)
-        return list(dict.fromkeys((*self.pair, *self.negatives, *further)))
+        names = (*self.pair, *self.images, *self.negatives, *self.negative_images, self.label, self.score)
+        return list(dict.fromkeys(name for name in names if name))
 
 
 def choose(columns: Named | Sequence[str] | None, names: list[str], table: str) -> Columns:
     """Returns the columns of the table. If negatives, label and score are not named, they are found by their usual names."""
+    by_role = {} if columns is None else _by_role(columns)
+    if any(role in by_role for role in IMAGE_ROLES) or (columns is None and any(role in names for role in IMAGE_ROLES)):
+        return _choose_mixed(by_role, names, table, usual=columns is None)
     if columns is None:
         pair, first = _usual_columns(names, table)
         return _complete(pair, (first, TEXT), {}, names)
-    by_role = _by_role(columns)
     unknown = [role for role in by_role if role not in (*FIRST_ROLES, *SECOND_ROLES, NEGATIVE, LABEL, SCORE)]
     sides = [[role for role in roles if role in by_role] for roles in (FIRST_ROLES, SECOND_ROLES)]
     several = [role for role, given in by_role.items() if role != NEGATIVE and len(given) > 1]
@@ -120,6 +125,34 @@ def choose(columns: Named | Sequence[str] | None, names: list[str], table: str) 
         raise ValueError(f"columns must name two columns of pairs, got {pair[0]} twice: {_describe_columns(by_role)}")
     kinds = FIRST_ROLES[sides[0][0]], SECOND_ROLES[sides[1][0]]
     return _complete(pair, kinds, by_role, [name for name in names if name not in pair])
+
+
+def _choose_mixed(by_role: Mapping[str, tuple[str, ...]], names: list[str], table: str, *, usual: bool) -> Columns:
+    """Returns the columns of a table whose sides can have texts and images."""
+    roles = ("query", "document", *IMAGE_ROLES)
+    if usual:
+        by_role = {role: (role,) for role in roles if role in names}
+    wrong = [role for role in by_role if role not in (*roles, NEGATIVE, NEGATIVE_IMAGE, LABEL, SCORE)]
+    wrong += [role for role, given in by_role.items() if role not in (NEGATIVE, NEGATIVE_IMAGE) and len(given) > 1]
+    query, document, query_image, document_image = (next(iter(by_role.get(role, ())), "") for role in roles)
+    if wrong or not (query or query_image) or not (document or document_image):
+        got = _describe_columns(by_role) if by_role else ", ".join(names)
+        raise ValueError(
+            "columns must be query=NAME or query_image=NAME or both, and document=NAME or document_image=NAME or both, got "
+            f"{got}"
+        )
+    missing = [name for given in by_role.values() for name in given if name not in names]
+    if missing:
+        raise ValueError(f"{table} has no column {' and no column '.join(missing)}; it has {', '.join(names) or 'none'}")
+    chosen = [name for name in (query, document, query_image, document_image) if name]
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"columns must name each column of pairs once, got {_describe_columns(by_role)}")
+    others = [name for name in names if name not in chosen]
+    images = tuple(name for name in others if _NEGATIVE_IMAGES.fullmatch(name.lower()))
+    complete = _complete((query, document), (TEXT, TEXT), by_role, others)
+    negative_images = by_role.get(NEGATIVE_IMAGE, images)
+    kinds = MIXED if query_image else TEXT, MIXED if document_image or negative_images else TEXT
+    return complete._replace(kinds=kinds, images=(query_image, document_image), negative_images=negative_images)
 
 
 def _complete(
@@ -219,9 +252,11 @@ class Table(Dataset):
             )
         chosen = choose(columns, names, sources[0].name)
         self.columns = chosen
-        self.negative_columns, self.label_column, self.score_column = chosen.negatives, chosen.label, chosen.score
-        self.sides = chosen.kinds if texts is None else (TEXT if texts else IMAGE, TEXT)
-        self._first: list[str] = []  # texts, paths, or digests of images that are stored in the table
+        self.negative_columns = chosen.negatives + chosen.negative_images
+        self.label_column, self.score_column = chosen.label, chosen.score
+        self.sides = chosen.kinds if texts is None or MIXED in chosen.kinds else (TEXT if texts else IMAGE, TEXT)
+        # Texts, paths, or digests of images that are stored in the table. A value of a mixed side is made by `_join`.
+        self._first: list[str] = []
         self._second: list[str] = []
         self._embedded: dict[str, Embedded] = {}  # images and other files by digest
         self._values = Values()
@@ -232,7 +267,7 @@ class Table(Dataset):
         self._unlabeled: list[int] = []  # rows without a label
         self._score_list: list[float] = []
         for source in sources:
-            for row in source.rows(chosen.all, chosen.pair[0] if self.sides[0] in STORED_IN_FILES else None):
+            for row in source.rows(chosen.all, self._file_columns()):
                 self._add(source, row, chosen.pair)
         if not self._first:
             raise self._without_pairs(self.problems)
@@ -246,21 +281,33 @@ class Table(Dataset):
         """Returns the number of pairs."""
         return len(self._first)
 
+    def _file_columns(self) -> list[str]:
+        """Returns the columns that can contain images or other files."""
+        chosen = self.columns
+        first = [chosen.pair[0]] if self.sides[0] in STORED_IN_FILES else []
+        return [name for name in (*first, *chosen.images, *chosen.negative_images) if name]
+
     def read(self, index: int, side: int) -> Any:
-        """Returns the image, the text, or another sample (`Dataset.read`)."""
+        """Returns the image, the text, both, or another sample (`Dataset.read`)."""
         stored = self.read_stored(index, side)
-        if isinstance(stored, audio.EncodedAudio):
-            return audio.decode(stored)
-        return images.decode(stored) if isinstance(stored, images.EncodedImage) else stored
+        return audio.decode(stored) if isinstance(stored, audio.EncodedAudio) else images.decode_content(stored)
 
     def read_stored(self, index: int, side: int) -> Any:
-        """Returns the encoded image, or the text, or another sample as it is stored."""
+        """Returns the encoded image, the text, both, or another sample as it is stored."""
         if index >= len(self) and side == 1:
-            return self._negatives[index - len(self)]
-        value = (self._first, self._second)[side][self.check(index)]
-        if self.sides[side] not in STORED_IN_FILES:
-            return value if self.sides[side] == TEXT else self._values.get(value)
-        file, form = self._file(value), FORMS[self.sides[side]]
+            value = self._negatives[index - len(self)]
+        else:
+            value = (self._first, self._second)[side][self.check(index)]
+        kind = self.sides[side]
+        if kind == MIXED:
+            image, text = split_mixed(value)
+            return Content(text, self._read_file(image, IMAGE) if image else None)
+        if kind not in STORED_IN_FILES:
+            return value if kind == TEXT else self._values.get(value)
+        return self._read_file(value, kind)
+
+    def _read_file(self, value: str, kind: str) -> Any:
+        file, form = self._file(value), FORMS[kind]
         try:
             if (inside := self._embedded.get(value)) is not None:
                 return form(self._files.read(inside.file, inside.offset, inside.size), inside.name)
@@ -275,19 +322,37 @@ class Table(Dataset):
     def name(self, index: int) -> str:
         """Returns the path of the image, or the first text."""
         value = self._first[self.check(index)]
+        if self.sides[0] == MIXED:
+            image, text = split_mixed(value)
+            value = text or image
         return value if value not in self._embedded else self._embedded[value].name
 
     def place(self, index: int) -> str | None:
         """Returns the URL or path of the image or file, including the folder; None for texts and for files inside the table."""
         value = self._first[self.check(index)]
-        if self.sides[0] not in STORED_IN_FILES or value in self._embedded:
+        if self.sides[0] == MIXED:
+            value = split_mixed(value)[0]
+        elif self.sides[0] not in STORED_IN_FILES:
             return None
+        return None if not value or value in self._embedded else self._locate(value)
+
+    def is_inside(self, image: str) -> bool:
+        """Returns whether an image of `key` is inside the table."""
+        return image in self._embedded
+
+    def _locate(self, value: str) -> str:
         file = self._file(value)
         return file.address if isinstance(file, Url) else str(file)
 
     def key(self, index: int, side: int) -> str:
-        """Returns the text, the path or URL of the image, or the digest of an image inside the table."""
+        """Returns the text, the path or URL of the image, or the digest of an image inside the table.
+
+        The key of a mixed side can be divided by `split_mixed`.
+        """
         value = (self._first, self._second)[side][self.check(index)]
+        if self.sides[side] == MIXED:
+            image, text = split_mixed(value)
+            return _join(self._locate(image) if image and image not in self._embedded else image, text)
         return value if side == 1 else self.place(index) or value
 
     def _file(self, name: str) -> Place:
@@ -314,7 +379,7 @@ class Table(Dataset):
 
     def scores(self) -> Tensor | None:  # (samples,) float64
         """Returns the scores of the rows, NaN where the column has no number; None without a column of scores."""
-        return None if self.score_column is None or self.sides[0] != TEXT else self._scores
+        return None if self.score_column is None or self.sides != (TEXT, TEXT) else self._scores
 
     def negative_count(self, index: int) -> int:
         """Returns the number of hard negatives of a sample."""
@@ -375,7 +440,13 @@ class Table(Dataset):
         """Adds the pair of a row, or the problem of the row."""
         values, problem = row.values or {}, row.problem
         pair = []
-        for column, kind in zip(columns, self.sides, strict=True):
+        for side, (column, kind) in enumerate(zip(columns, self.sides, strict=True)):
+            if kind == MIXED:
+                image_column = self.columns.images[side]
+                mixed, why = self._combine(values.get(column), column, values.get(image_column), image_column)
+                problem = problem or why
+                pair.append(mixed)
+                continue
             value: Any = values.get(column)
             if kind in STORED_IN_FILES and isinstance(value, Embedded):
                 self._embedded.setdefault(value.digest, value)
@@ -389,7 +460,7 @@ class Table(Dataset):
             return
         self._first.append(pair[0].strip())
         self._second.append(pair[1].strip())
-        self._negatives += [entry for column in self.negative_columns for entry in _texts(source, row, column)]
+        self._negatives += self._read_negatives(source, row)
         self._negative_ends.append(len(self._negatives))
         if self.label_column is not None:
             label = values.get(self.label_column)
@@ -401,6 +472,55 @@ class Table(Dataset):
                 self._score_list.append(float(values.get(self.score_column, "")))
             except (TypeError, ValueError):
                 self._score_list.append(math.nan)
+
+    def _combine(self, text: Any, column: str, image: Any, image_column: str) -> tuple[str, str]:
+        """Returns a value of a mixed side, and why it cannot be a sample; empty if it can."""
+        if isinstance(image, Embedded):
+            self._embedded.setdefault(image.digest, image)
+            image = image.digest
+        parts = []
+        for value, name, kind in ((image, image_column, IMAGE), (text, column, TEXT)):
+            if value is None or value != value or (isinstance(value, str) and not value.strip()):
+                parts.append("")
+            elif why := find_problem(value, name, kind):
+                return "", why
+            else:
+                parts.append(value.strip())
+        named = " or ".join(name for name in (column, image_column) if name)
+        return _join(*parts), "" if any(parts) else f"{named} must be a text or an image, got neither"
+
+    def _read_negatives(self, source: RowSource, row: Row) -> list[str]:
+        """Returns the negatives of a row."""
+        if self.sides[1] != MIXED:
+            return [entry for column in self.columns.negatives for entry in _texts(source, row, column)]
+        pairs: list[tuple[str, str]] = []
+        for columns in itertools.zip_longest(self.columns.negative_images, self.columns.negatives):
+            parts = []
+            for column in columns:
+                value = (row.values or {}).get(column) if column is not None else None
+                if isinstance(value, Embedded):
+                    self._embedded.setdefault(value.digest, value)
+                    value = value.digest
+                elif column is not None:
+                    _texts(source, row, column)  # raises an error for other values than texts
+                entries = value if isinstance(value, list | tuple) else [value]
+                parts.append([(entry or "").strip() for entry in entries])
+            pairs += itertools.zip_longest(*parts, fillvalue="")
+        return [_join(image, text) for image, text in pairs if image or text]
+
+
+_BETWEEN_PARTS = "\0"  # not in paths, and not removed by `str.strip`
+
+
+def _join(image: str, text: str) -> str:
+    """Returns the value of a mixed side."""
+    return f"{image}{_BETWEEN_PARTS}{text}"
+
+
+def split_mixed(value: str) -> tuple[str, str]:
+    """Returns the image and the text of a value of a mixed side. One of them may be empty."""
+    image, _, text = value.partition(_BETWEEN_PARTS)
+    return image, text
 
 
 def _texts(source: RowSource, row: Row, column: str) -> list[str]:
@@ -453,117 +573,3 @@ def _root(sources: Sequence[RowSource]) -> Place:
             f"tables of one pattern must be in one folder, got {folders[0]} and {folders[1]}; root names the folder of images"
         )
     return sources[0].folder
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Datasets of the Hugging Face library `datasets`: a folder that `save_to_disk` wrote, or a dataset by path or name.
-#
-# A saved dataset is recognized by its files. `datasets:PATH` loads a folder or a name with `datasets.load_dataset`.
-# `datasets:PATH@SPLIT` loads a split other than "train".
-
-
-PREFIX = "datasets:"
-ROWS_AT_ONCE = 256
-TEXTS = ("string", "large_string")  # dtypes of text features
-OLDEST_LIBRARY = 4  # major version of `datasets`
-MISSING = -1  # class of a sample without a class, in test splits
-SAVED = ("dataset_dict.json", "state.json")  # files in a folder of save_to_disk, with and without splits
-
-
-class HubDataset(Table):
-    """Pairs of a Hugging Face dataset.
-
-    Args:
-        spec: a folder of `save_to_disk`, or an argument of `load_dataset`. "@SPLIT" selects a split other than "train".
-        columns: as for `Table`.
-        texts: as for `Table`.
-        root: as for `Table`.
-        config: name of the configuration, for a dataset with several configurations.
-        streaming: must be False.
-    """
-
-    def __init__(
-        self,
-        spec: str,
-        *,
-        columns: Named | tuple[str, str] | None = None,
-        texts: bool | None = None,
-        root: str | Path | None = None,
-        config: str | None = None,
-        streaming: bool = False,
-    ) -> None:
-        if streaming:
-            raise ValueError(
-                "streaming must be false, got true: a stream gives only the next sample, but a run reads samples by index, in "
-                "an order that depends on its seed, and again for a second pass or after --resume. Without streaming, the "
-                'dataset is on the disk. Shards ("hf://datasets/NAME/*.tar") are read from the hub by byte ranges'
-            )
-        super().__init__([HubRows(spec, config)], columns=columns, texts=texts, root=root)
-
-
-class HubRows:
-    """The rows of a Hugging Face dataset. The arguments are described at `HubDataset`."""
-
-    def __init__(self, spec: str, config: str | None) -> None:
-        self._library = _load_library()
-        self.name, _, split = spec.partition("@")
-        self.folder: Place = Path(self.name)
-        self._data = self._load(split, config)
-
-    def _load(self, split: str, config: str | None) -> Any:
-        try:
-            if is_saved(self.name):
-                data = self._library.load_from_disk(self.name)
-            else:
-                data = self._library.load_dataset(self.name, config)
-        except (OSError, ValueError, RuntimeError, self._library.exceptions.DatasetsError) as error:
-            raise ValueError(f"the library datasets cannot load {self.name}: {error}") from error
-        if not isinstance(data, Mapping):
-            if split:
-                raise ValueError(f"{self.name} must have splits for @{split}, got a dataset without")
-            return data
-        chosen = split or ("train" if "train" in data else next(iter(data)) if len(data) == 1 else "")
-        if chosen not in data:
-            raise ValueError(f"{self.name} has no split {chosen or 'train'}; name one as {self.name}@SPLIT: {', '.join(data)}")
-        return data[chosen]
-
-    def columns(self) -> list[str]:
-        """Returns the names of the features."""
-        return list(self._data.column_names) if len(self._data) else []
-
-    def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
-        """Yields rows. Classes are replaced by their names."""
-        if image is not None and getattr(self._data.features[image], "dtype", None) in TEXTS:
-            image = None  # the column contains paths
-        return number_rows(self._read, list(columns or self._data.column_names), image, self._data._fingerprint, self.name)
-
-    def _read(self, columns: list[str]) -> Iterator[dict[str, Any]]:
-        data = self._data.select_columns(columns).with_format(None)
-        for name, feature in data.features.items():
-            if isinstance(feature, self._library.Image | self._library.Audio):
-                data = data.cast_column(name, type(feature)(decode=False))
-        named = {
-            name: feature.int2str for name, feature in data.features.items() if isinstance(feature, self._library.ClassLabel)
-        }
-        for batch in data.iter(ROWS_AT_ONCE):
-            for entries in zip(*batch.values(), strict=True):
-                values = dict(zip(batch, entries, strict=True))
-                yield values | {
-                    name: None if values[name] in (None, MISSING) else to_name(values[name]) for name, to_name in named.items()
-                }
-
-
-def _load_library() -> Any:
-    """Returns the library `datasets`. Versions before 4 ask in the terminal whether they may run the code of a dataset."""
-    library = extras.load("datasets", purpose="Reading a Hugging Face dataset")
-    if int(library.__version__.partition(".")[0]) < OLDEST_LIBRARY:
-        raise ImportError(
-            f"Reading a Hugging Face dataset needs datasets {OLDEST_LIBRARY} or later, which runs no code of a dataset, got "
-            f"{library.__version__}; {extras.install_command('datasets')} installs it"
-        )
-    return library
-
-
-def is_saved(folder: str) -> bool:
-    """Returns whether `save_to_disk` wrote the folder."""
-    return any(os.path.isfile(os.path.join(folder, name)) for name in SAVED)

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from megabatch import extras, file_io
 from megabatch_train.data import load as data
-from megabatch_train.data.dataset import TEXT, Dataset
-from megabatch_train.data.images import to_pillow
+from megabatch_train.data.dataset import TEXT, Content, Dataset, UnreadableSampleError
+from megabatch_train.data.images import decode_content, to_pillow
 from megabatch_train.display import plots, tables
 from megabatch_train.display.observers import REPORT
 from megabatch_train.display.plots import Found, Shown
 from megabatch_train.display.tables import TextTable
 from megabatch_train.evaluation import Evaluated, embed, encode, search
-from megabatch_train.evaluation.embedding import read_or_none
+from megabatch_train.evaluation.embedding import read_or_none, read_stored_or_none
 from megabatch_train.evaluation.results import BEST, CONFIG, METRICS, SavedRun, read_run
 from megabatch_train.names import sanitize
 from megabatch_train.towers import Pair
@@ -250,7 +250,7 @@ def gallery(model: Pair | Evaluated, dataset: Dataset, drawn: Dataset, queries: 
     if not texts or not samples:
         raise ValueError("dataset must have at least one sample that can be read, got none")
     if not isinstance(model, Evaluated):
-        encoded = encode(model.towers[1 - side], texts)
+        encoded = encode(model.towers[1 - side], [_decode(text) for text in texts])
     matches, similarities = search(encoded, embeddings, k=MATCHES), encoded @ embeddings.T
     results, ranks = [], []
     for number, (scores, indices) in enumerate(zip(matches.scores.tolist(), matches.indices.tolist(), strict=True)):
@@ -261,7 +261,7 @@ def gallery(model: Pair | Evaluated, dataset: Dataset, drawn: Dataset, queries: 
         ]
         results.append([match for match in row if match is not None])
         ranks.append(None if correct is None else _rank(similarities[number], correct))
-    return Gallery(list(texts), results, ranks, len(samples), candidates.of)
+    return Gallery([str(text) for text in texts], results, ranks, len(samples), candidates.of)
 
 
 def _embed_candidates(
@@ -273,6 +273,14 @@ def _embed_candidates(
     embeddings = embed(model.towers[side], dataset, side, samples)
     usable = dataset.usable(samples)
     return embeddings[usable.to(embeddings.device)], usable
+
+
+def _decode(query: Any) -> Any:
+    """Returns a query with its image; without it if the image cannot be read."""
+    try:
+        return decode_content(query)
+    except UnreadableSampleError:
+        return str(query)
 
 
 def choose_side(dataset: Dataset) -> int:
@@ -303,11 +311,12 @@ def _documents(dataset: Dataset) -> _Candidates:
     """Returns the documents as candidates. A document of several queries is one candidate. A query can have several."""
     order = _shuffle(dataset)
     sample_of: dict[str, int] = {}  # document → its sample
-    pairs: list[tuple[str, int, int]] = []
+    pairs: list[tuple[Any, int, int]] = []
     for index in order[:MOST_READ]:
-        query, document = (read_or_none(dataset, index, side) for side in (0, 1))
+        query, document = (read_stored_or_none(dataset, index, side) for side in (0, 1))
         if query is not None and document is not None:
-            pairs.append((query, index, sample_of.setdefault(document, index)))
+            key = document if isinstance(document, str) else dataset.key(index, 1)
+            pairs.append((query, index, sample_of.setdefault(key, index)))
     samples = list(sample_of.values())[:MOST]
     return _Candidates(samples, pairs, len(sample_of) if len(order) <= MOST_READ else len(order))
 
@@ -316,9 +325,11 @@ def _match(drawn: Dataset, side: int, index: int, score: float, is_correct: bool
     shown, query = read_or_none(drawn, index, side), read_or_none(drawn, index, 1 - side)
     if shown is None or query is None:
         return None
+    if isinstance(shown, Content):
+        shown = shown.text if shown.image is None else shown.image
     if not isinstance(shown, str | Tensor):  # recordings and values are shown by their names
         shown = drawn.name(index)
-    return Found(shown, query if drawn.sides[side] != TEXT else drawn.name(index), score, is_correct)
+    return Found(shown, str(query) if drawn.sides[side] != TEXT else drawn.name(index), score, is_correct)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -308,6 +308,11 @@ def _huggingface(spec: str, image_size: int | None, length: int | None, lora: in
     from megabatch_train.towers.huggingface_inputs import LONGEST, height_and_width, longest
 
     configs = read_configs(spec)
+    if any(hasattr(getattr(config, "vision_config", None), "spatial_merge_size") for config in configs):
+        raise ValueError(
+            f"--model must not be a vision-language model, got {spec!r}: its memory and time depend on the sizes of the "
+            "images, which a plan does not know. megabatch train measures the chunk sizes of such a model"
+        )
     of_images, of_texts = getattr(configs[0], "vision_config", configs[0]), getattr(configs[-1], "text_config", configs[-1])
     of_audio = getattr(configs[0], "audio_config", None) if of_images is configs[0] else None
     if of_audio is not None and image_size is not None:
@@ -339,7 +344,7 @@ def _huggingface(spec: str, image_size: int | None, length: int | None, lora: in
 
 def _freeze_unused(sides: tuple[ModelSide, ModelSide]) -> None:
     """Freezes unused parameters as `towers.load` does. Use it inside `nowhere`."""
-    from megabatch_train.towers.huggingface import freeze_unused
+    from megabatch_train.towers.lora import freeze_unused
 
     for module in {id(side.module): side.module for side in sides}.values():
         freeze_unused(module, *(side.inputs(2) for side in sides if side.module is module))

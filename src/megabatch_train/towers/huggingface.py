@@ -24,11 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import extras
-from megabatch.cached.second_pass import parameters_in
 from megabatch.cached.sources import from_mask
 from megabatch_train.data.audio import AudioInputs
 from megabatch_train.data.dataset import AUDIO, blank
-from megabatch_train.towers import sentence_transformer
+from megabatch_train.towers import sentence_transformer, vision_language
 from megabatch_train.towers.huggingface_inputs import (
     HashedWords,
     ImageInputs,
@@ -45,11 +44,12 @@ from megabatch_train.towers.huggingface_inputs import (
     takes_audio,
     texts_of,
 )
-from megabatch_train.towers.lora import ADAPTER_WEIGHTS, check_targets, inject, quantization_options
+from megabatch_train.towers.lora import ADAPTER_WEIGHTS, check_targets, freeze_unused, inject, quantization_options
 from megabatch_train.towers.sentence_transformer import (
     POOLINGS,
     LayerConfig,
     SentenceModel,
+    SentenceModelError,
     TextEncoder,
     layer_configs,
     make_head,
@@ -72,12 +72,14 @@ from megabatch_train.towers.tower import (
     explain_remote_code,
     use_evaluation_mode,
 )
+from megabatch_train.towers.vision_language import VisionLanguageEncoder, is_vision_language
 
 LOG = logging.getLogger("megabatch")
 PAIR_DIM = 512  # embedding dimension of two encoders, as in CLIP
 PATCH_KEYS = ("pixel_values", "pixel_attention_mask", "spatial_shapes")  # inputs of a model that takes patches
 PURPOSE = "A transformers encoder"
-OPTIONS = ("max_length", "pooling", "include_prompt", "packed")  # options of texts
+# Options of texts, and of vision-language models.
+OPTIONS = ("max_length", "pooling", "include_prompt", "packed", *vision_language.OPTIONS)
 
 
 class ImageEncoder(nn.Module):
@@ -194,6 +196,11 @@ def _apply_sentence_model(pair: Pair, model: SentenceModel | None) -> Pair:
     """Returns the pair with the options of a sentence-transformers model."""
     if model is None or isinstance(pair.second.module, PairEncoder):
         return pair
+    if isinstance(pair.second.module, VisionLanguageEncoder):
+        pair.second.module.files = model.files
+        return replace(pair, options=vision_language.options_of(model))
+    if model.generation_prompt is not None:
+        raise SentenceModelError(f"{pair.name} must have no processing_kwargs, got a chat template for texts")
     encoder, texts = _text_parts(pair.second)
     encoder.files = model.files
     if model.lowercase:
@@ -238,8 +245,14 @@ def adapt(pair: Pair, options: Mapping[str, Any]) -> None:
     Args:
         pair: the towers, which are changed in place.
         options: `max_length` in tokens; `pooling`, one of `POOLINGS`; `include_prompt`, whether the tokens of a prompt are
-            pooled too; `packed`, whether texts are encoded without padding (default: true if the model supports it).
+            pooled too; `packed`, whether texts are encoded without padding (default: true if the model supports it). For
+            vision-language models, see `vision_language.adapt`.
     """
+    if isinstance(pair.first.module, VisionLanguageEncoder):
+        vision_language.adapt(pair, options)
+        return
+    if others := [key for key in options if key in vision_language.OPTIONS]:
+        raise ValueError(f"model_options.{others[0]} is for vision-language models such as Qwen2-VL, got {pair.name!r}")
     for tower in pair.towers:
         if tower.kind != "text":
             continue
@@ -375,6 +388,7 @@ class _ModelParts:
     images: Callable[[], ImageInputs | AudioInputs]
     layers: Sequence[LayerConfig] = ()  # layers after the pooling of texts
     weights: Mapping[str, Tensor] | None = None  # weights of the layers
+    processor: Callable[[], Any] = lambda: None  # the preprocessing of a vision-language model
 
     def __post_init__(self) -> None:
         """Records the class name in the config, as `save_pretrained` does, because FSDP renames the class later."""
@@ -419,13 +433,15 @@ def _download(name: str, lora: LoraConfig | None, sentences: SentenceModel | Non
             transformers.AutoTokenizer.from_pretrained(name, **options), longest(part_of(model.config, "text"))
         ),
         lambda: media_of(model, name, options, made_for),
-        *(() if sentences is None else (sentences.layers, sentences.weights)),
+        () if sentences is None else sentences.layers,
+        None if sentences is None else sentences.weights,
+        lambda: transformers.AutoProcessor.from_pretrained(name, **options),
     )
 
 
 def _resize(model: Any, sizes: TokenSizes, *, keep_weights: bool) -> Any:
     """Returns the model with other sizes of images or texts. Without such sizes, returns the same model."""
-    if sizes == AS_STORED or is_pair(model):
+    if sizes == AS_STORED or is_pair(model) or is_vision_language(model):
         return model
     takes_images = model.main_input_name == "pixel_values"
     if takes_images != (sizes.image_size is not None):
@@ -450,7 +466,10 @@ def _build_from_config(folder: Path, lora: LoraConfig | None, layers: Sequence[L
         model,
         lambda: texts_of(part_of(config, "text"), folder),
         lambda: media_of(model, folder, {"local_files_only": True, "trust_remote_code": allows_remote_code()}, made_for),
-        layers,
+        layers=layers,
+        processor=lambda: transformers.AutoProcessor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=allows_remote_code()
+        ),
     )
 
 
@@ -481,10 +500,13 @@ def _explain_missing_files(name: str) -> Iterator[None]:
 
 
 def _pair(name: str, encoders: list[_ModelParts], lora: LoraConfig | None, sizes: TokenSizes) -> Pair:
-    if len(encoders) == 1:
-        check_one_model(sizes, has_images=is_pair(encoders[0].model))
     if lora is not None:
         check_targets([parts.model for parts in encoders], lora)
+    if len(encoders) == 1 and is_vision_language((parts := encoders[0]).model):
+        processor = vision_language.load_processor(parts.processor)
+        return vision_language.build_pair(parts.model, processor, name, lora, sizes, parts.layers)
+    if len(encoders) == 1:
+        check_one_model(sizes, has_images=is_pair(encoders[0].model))
     if len(encoders) == 1 and is_pair(encoders[0].model):
         return _pair_of_one_model(encoders[0], name, lora)
     if len(encoders) == 1:
@@ -576,21 +598,3 @@ def _check(model: Any, expected: str, what: str, name: str) -> None:
             f'model must have an encoder of {what} in this place ("hf:TEXTS" for text–text data, "hf:IMAGES+TEXTS" or a pair '
             f"such as CLIP for image–text data), got {type(model).__name__} in {name!r}, which takes {takes}"
         )
-
-
-def freeze_unused(encoder: nn.Module, *inputs: dict[str, Tensor]) -> None:
-    """Freezes parameters that no embedding depends on, such as a pooler's. DDP would wait for their gradients forever.
-
-    Args:
-        encoder: the encoder.
-        inputs: inputs of one side, or of each side if the encoder serves both.
-    """
-    training = encoder.training
-    encoder.eval()  # evaluation draws no random numbers
-    with torch.enable_grad():
-        reached = parameters_in([encoder(**of_side) for of_side in inputs])
-    assert reached is not None, "no reentrant checkpoints"
-    for parameter in encoder.parameters():
-        if id(parameter) not in reached:
-            parameter.requires_grad_(False)
-    encoder.train(training)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import extras
+from megabatch.cached.second_pass import parameters_in
 from megabatch_train.towers.tower import LoraConfig
 
 NAME = "default"  # name of the adapter in PEFT
@@ -207,3 +208,21 @@ def _find_adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, part in module.named_modules():
         if hasattr(part, PARTS[0]) and hasattr(part, "base_layer"):
             yield name, part
+
+
+def freeze_unused(encoder: nn.Module, *inputs: dict[str, Tensor]) -> None:
+    """Freezes parameters that no embedding depends on, such as a pooler's. DDP would wait for their gradients forever.
+
+    Args:
+        encoder: the encoder.
+        inputs: inputs of one side, or of each side if the encoder serves both.
+    """
+    training = encoder.training
+    encoder.eval()  # evaluation draws no random numbers
+    with torch.enable_grad():
+        reached = parameters_in([encoder(**of_side) for of_side in inputs])
+    assert reached is not None, "no reentrant checkpoints"
+    for parameter in encoder.parameters():
+        if id(parameter) not in reached:
+            parameter.requires_grad_(False)
+    encoder.train(training)

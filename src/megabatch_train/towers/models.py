@@ -19,10 +19,11 @@ from megabatch.world import World, default_group
 from megabatch_train import settings
 from megabatch_train.data.dataset import IMAGE, TEXT
 from megabatch_train.names import MODELS, nearest
-from megabatch_train.towers import custom, huggingface, huggingface_inputs, lora, open_clip, small
+from megabatch_train.towers import custom, huggingface, huggingface_inputs, lora, open_clip, small, vision_language
 from megabatch_train.towers.sentence_transformer import FileOptions, LayerConfig, TextEncoder, layer_configs, write_tensors
 from megabatch_train.towers.tokens import TokenSizes, check_dropout
 from megabatch_train.towers.tower import SIDES, LoraConfig, Pair
+from megabatch_train.towers.vision_language import VisionLanguageEncoder
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Towers by name, with prompts and options for their texts.
@@ -78,6 +79,8 @@ def load(spec: str, kinds: tuple[str, str] | None = (IMAGE, TEXT), *, lora: Lora
         pair = huggingface.load_config(name, lora, sizes)
     else:
         raise ValueError(f"No such model: {spec}{nearest(spec, ['small'])}. Possible are: {'; '.join(MODELS)}")
+    if kinds is not None and isinstance(pair.first.module, VisionLanguageEncoder):
+        pair = vision_language.with_kinds(pair, kinds)
     _check_kinds(pair, kinds)
     if family == "hf":
         _log_choice(pair, texts)
@@ -106,6 +109,10 @@ def _log_choice(pair: Pair, given: Mapping[str, Any]) -> None:
     if isinstance(encoder, huggingface.PairEncoder):
         described = name, type(encoder.model).__name__, pair.first.kind.replace("image", "images")
         LOG.info("%s is a %s, which encodes %s and texts with its own projections", *described)
+        return
+    if isinstance(encoder, VisionLanguageEncoder):
+        template = "with" if vision_language.inputs_of(pair.second).chat else "without"
+        LOG.info("%s is a vision-language model, which encodes texts and images %s a chat template", name, template)
         return
     assert isinstance(encoder, TextEncoder)
     if "pooling" in pair.options:
@@ -138,11 +145,15 @@ def adapt_texts(pair: Pair, options: Mapping[str, Any]) -> Pair:
     given = {key: options[key] for key in TEXT_OPTIONS if key in options}
     if of_encoder := {key: given[key] for key in huggingface.OPTIONS if key in given}:
         huggingface.adapt(pair, of_encoder)
+    for key in PROMPTS:
+        if not isinstance(given.get(key, ""), str):
+            raise ValueError(f"model_options.{key} must be a text, got {given[key]!r}")
+    if given and isinstance(pair.first.module, VisionLanguageEncoder):
+        pair = vision_language.with_prompts(pair, [given.get(key, "") for key in PROMPTS])
+        return replace(pair, options={**pair.options, **given})
     towers = []
     for tower, key in zip(pair.towers, PROMPTS, strict=True):
         prompt = given.get(key, "")
-        if not isinstance(prompt, str):
-            raise ValueError(f"model_options.{key} must be a text, got {prompt!r}")
         if tower.kind == TEXT:
             if isinstance(tower.module, TextEncoder):
                 tower = huggingface.exclude_prompt(tower, prompt)
@@ -245,6 +256,8 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
                 huggingface.describe(pair, place, {f"layers.{key}": value for key, value in _of(_LAYERS, weights).items()})
             elif pair.lora is not None and pair.lora.merge:
                 huggingface.describe(pair, place / SIDES[1], _of(f"{SIDES[1]}.", weights))
+        if isinstance(pair.second.module, VisionLanguageEncoder) and _is_one_model(pair):
+            vision_language.describe(pair, place)
         safetensors = extras.load("safetensors.torch", purpose="Saving a model")
         # transformers requires the format "pt".
         about = {"format": "pt", _HEADER: json.dumps(description, default=dataclasses.asdict)}
@@ -313,8 +326,11 @@ def _build(description: dict[str, Any], place: Path) -> Pair:
             folders = [place / side for side in sides]
             layers = [settings.build(LayerConfig, layer) for layer in description.get("layers", ())]
             pair = huggingface.load_folders(description["name"], folders, adapters, layers)
-            if isinstance(pair.second.module, TextEncoder) and (files := description.get("sentence_transformer")):
-                pair.second.module.files = settings.build(FileOptions, files)
+            encoder = pair.second.module
+            if isinstance(encoder, TextEncoder | VisionLanguageEncoder) and (files := description.get("sentence_transformer")):
+                encoder.files = settings.build(FileOptions, files)
+        if isinstance(pair.first.module, VisionLanguageEncoder):
+            pair = vision_language.with_kinds(pair, description["kinds"])
         return _with_options(pair, description["options"])
     return load(description["name"], tuple(description["kinds"]), **description["options"])
 

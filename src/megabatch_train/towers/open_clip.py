@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from megabatch import extras, file_io
 from megabatch.integrations.open_clip import CausalTexts
 from megabatch_train.data.images import RandomCrop, TrainingImages, to_pillow
-from megabatch_train.towers import huggingface
-from megabatch_train.towers.lora import check_targets, inject, merge_adapters
+from megabatch_train.towers.lora import check_targets, freeze_unused, inject, merge_adapters
 from megabatch_train.towers.tokens import AS_STORED, TokenSizes, check_image_size, take_dropout, tokens_of_open_clip
 from megabatch_train.towers.tower import (
     LoraConfig,
@@ -350,7 +349,7 @@ def _pair(
     lengths = None if module.causal is None else module.causal.lengths
     if lora is not None:
         size = (2, 3, *images.size)
-        huggingface.freeze_unused(module, {"image": torch.zeros(size)}, texts.collate([texts.prepare("a", None)]))
+        freeze_unused(module, {"image": torch.zeros(size)}, texts.collate([texts.prepare("a", None)]))
     return Pair(
         Tower(
             module,

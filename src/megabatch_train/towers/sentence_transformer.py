@@ -167,6 +167,8 @@ class SentenceModel:
     max_length: int | None = None  # maximum number of tokens; None if only the tokenizer limits them
     lowercase: bool = False  # whether texts are converted to lower case before the tokenizer
     subfolder: str = ""  # subfolder of the transformer
+    # Whether the beginning of an answer follows the messages of a vision-language model; None if the files do not contain it.
+    generation_prompt: bool | None = None
     files: FileOptions = field(default_factory=FileOptions)
 
 
@@ -212,6 +214,7 @@ def read(name: str | Path, *, offline: bool = False) -> SentenceModel | None:
         texts.get("max_seq_length"),
         bool(texts.get("do_lower_case", False)),
         subfolder,
+        _template_options(texts).get("add_generation_prompt"),
         FileOptions(normalize, similarity, dict(about.get("prompts") or {}), about.get("default_prompt_name")),
     )
 
@@ -332,9 +335,15 @@ def _check_texts(source: _Source, texts: Mapping[str, Any]) -> None:
         raise SentenceModelError(
             f"{source} must use the last hidden state of its transformer, got the task {task!r} with {method!r}"
         )
+    is_plain = not _template_options(texts) or set(_template_options(texts)) == {"add_generation_prompt"}
     for key in ("processing_kwargs", "query_length", "document_length", "query_expansion"):
-        if texts.get(key):
+        if texts.get(key) and not (key == "processing_kwargs" and set(texts[key]) == {"chat_template"} and is_plain):
             raise SentenceModelError(f"{source} must have no {key} in its {TEXTS}, got {texts[key]!r}")
+
+
+def _template_options(texts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the options of the chat template, which the messages of a vision-language model have."""
+    return (texts.get("processing_kwargs") or {}).get("chat_template") or {}
 
 
 def _prompts(about: Mapping[str, Any]) -> tuple[str, str]:
@@ -347,13 +356,13 @@ def _prompts(about: Mapping[str, Any]) -> tuple[str, str]:
     return query, document
 
 
-def write(folder: Path, dim: int, longest: int, model: SentenceModel) -> None:
+def write(folder: Path, dim: int, longest: int | None, model: SentenceModel) -> None:
     """Adds the files of sentence-transformers to the folder of an encoder.
 
     Args:
         folder: folder with config, weights and tokenizer.
         dim: dimension of the encoder's states.
-        longest: maximum number of tokens of a text.
+        longest: maximum number of tokens of a text; None for a vision-language model with a chat template.
         model: description of the modules after the encoder.
     """
     pooling = {flag: model.pooling == name for flag, name in _FLAGS.items()}
@@ -378,9 +387,21 @@ def write(folder: Path, dim: int, longest: int, model: SentenceModel) -> None:
             prefix = f"{number - 2}."
             own = {key.removeprefix(prefix): value for key, value in model.weights.items() if key.startswith(prefix)}
             write_tensors(folder / path / "model.safetensors", own)
-    _write(folder / TEXTS, {"max_seq_length": longest, "do_lower_case": False})
+    texts: dict[str, Any] = {"max_seq_length": longest, "do_lower_case": False}
+    _write(folder / TEXTS, texts if longest is not None else _describe_messages(model))
     _write(folder / ABOUT, {**_collect_prompts(model), "similarity_fn_name": model.files.similarity})
     _write(folder / MODULES, described)
+
+
+def _describe_messages(model: SentenceModel) -> dict[str, Any]:
+    """Returns the settings of a transformer whose samples are messages with texts and images."""
+    method = {"method": "forward", "method_output_name": "last_hidden_state"}
+    return {
+        "transformer_task": "feature-extraction",
+        "modality_config": {"text": method, "image": method, "message": {**method, "format": "structured"}},
+        "module_output_name": "token_embeddings",
+        "processing_kwargs": {"chat_template": {"add_generation_prompt": bool(model.generation_prompt)}},
+    }
 
 
 def _collect_prompts(model: SentenceModel) -> dict[str, Any]:

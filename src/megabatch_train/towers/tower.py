@@ -103,6 +103,9 @@ class Tower:
     lengths: Callable[[Any], Tensor | None] | None = None
     training_images: TrainingImages | None = None  # replaces `prepare` and `collate` for training images
     tokens: ImageTokens | None = None  # patches of images, if the module has the argument `kept_patches`
+    # Returns the number of tokens of a stored sample without preparing it. If set, a step reads the samples chunk by chunk, and
+    # puts samples of similar length together.
+    measure: Callable[[Any], int] | None = None
 
     def resize(self, side: int) -> "Tower":
         """Returns the tower with training images of another size. A tower without training images does not change."""

@@ -442,8 +442,12 @@ class Utilization:
         self._flops = 0.0  # necessary operations of one pair
         if self._peak:
             for tower, read in zip(towers, samples, strict=True):
-                inputs = trim_to_mean_length(tower, read())
-                self._flops += _passes(tower.module) * forward_flops(tower.module, inputs, world.device)
+                parts = [trim_to_mean_length(tower, read())]
+                if tower.measure is not None:  # one sample at a time, because the tower excludes the padding of a whole chunk
+                    rows = range(count_rows(parts[0], "inputs"))
+                    parts = [map_rows(lambda tensor, i=i: tensor[i : i + 1], parts[0]) for i in rows]  # type: ignore[misc]
+                flops = sum(forward_flops(tower.module, inputs, world.device) for inputs in parts) / len(parts)
+                self._flops += _passes(tower.module) * flops
 
     def numbers(self, pairs: int, seconds: float) -> dict[str, float]:
         """Returns {"mfu": …} for a step. It is empty on a CPU, and on a GPU with an unknown peak rate."""
@@ -560,7 +564,8 @@ def build(
         )
         for read in samples
     ]
-    compiled = config.compile == "on" and compile_towers(modules, world)
+    can_compile = all(tower.measure is None for tower in pair.towers)  # the number of patches differs in every chunk
+    compiled = config.compile == "on" and can_compile and compile_towers(modules, world)
     unique, decay, scales = unique_modules(modules), config.optimizer.layer_decay, None
     with second_pass.preserve_generators([world.device]), without_compiler(modules):
         if decay != 1:

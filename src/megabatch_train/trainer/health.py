@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megabatch.world import World
-from megabatch_train.data.dataset import STORED_IN_FILES, Dataset
+from megabatch_train.data.dataset import MIXED, STORED_IN_FILES, Dataset
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Runs that learn nothing, and would otherwise end without an error.
@@ -309,7 +309,8 @@ class UnreadableSamples:
     """
 
     def __init__(self, dataset: Dataset, pairs: int) -> None:
-        self._failures, self._images = dataset.failures, dataset.sides[0] in STORED_IN_FILES
+        self._failures = dataset.failures
+        self._images = any(kind in (MIXED, *STORED_IN_FILES) for kind in dataset.sides)
         self._fewest_pairs = min(pairs, FEWEST_PAIRS)
         self._tried = self._read = self._named = 0  # numbers of pairs, of readable pairs, and of samples in the log
 

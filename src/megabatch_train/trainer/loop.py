@@ -90,6 +90,7 @@ def embed_by_teacher(
 
 LOG = logging.getLogger("megabatch")
 RECENT = 20  # number of last steps whose mean loss is compared between evaluations
+MEASURED = 1024  # number of samples whose lengths are measured to find long samples
 SAMPLES_REPEATED = 64  # number of samples that are repeated to a full chunk for the compiler
 
 
@@ -330,7 +331,7 @@ class Trainer:
         names = ("precision", "compile", "parallel", "model", "model_options", "lora")
         about = {name: getattr(config, name) for name in names} | {"stage": (stage.image_size, stage.patch_dropout)}
         with without_compiler(modules), autocast(config.precision, self.world.device):
-            return choose_fit(memory, config.chunk_size, modules, partial(self._samples, stage), share, self.world, about)
+            return choose_fit(memory, config.chunk_size, modules, partial(self._longest, stage), share, self.world, about)
 
     def _embed_once(self, workers: int | Executor, fit: Fit) -> dict[int, StoredEmbeddings]:
         """Computes the embeddings of a teacher and of a frozen side. Returns the embeddings of the frozen side by its index."""
@@ -555,9 +556,19 @@ class Trainer:
         )
         return StoppedError(message, number)
 
-    def _samples(self, stage: Stage, side: int, count: int) -> Any:
-        """Returns the inputs of the first samples of one side, as the steps of the stage have them."""
-        indices, tower = range(min(count, len(self.dataset))), stage.towers(self.pair)[side]
+    def _longest(self, stage: Stage, side: int, count: int) -> Any:
+        """Returns the inputs that determine the chunk size: the longest samples if the tower measures lengths."""
+        tower = stage.towers(self.pair)[side]
+        if tower.measure is None or count == 1:
+            return self._samples(stage, side, count)
+        lengths = self.dataset.source(range(min(MEASURED, len(self.dataset))), side, tower).lengths
+        assert lengths is not None, "the tower measures lengths"
+        return self._samples(stage, side, count, lengths.argsort(descending=True, stable=True)[:count].tolist())
+
+    def _samples(self, stage: Stage, side: int, count: int, chosen: Sequence[int] | None = None) -> Any:
+        """Returns the inputs of samples of one side (default: the first ones), as the steps of the stage have them."""
+        indices = range(min(count, len(self.dataset))) if chosen is None else chosen
+        tower = stage.towers(self.pair)[side]
         source = self.dataset.source(indices, side, tower, augment=tower is not self.pair.towers[side])
         source = drop_patches(source, tower.patches, stage.patch_dropout, indices, seed=0, epoch=0, side=side)
         return next(iter(source.chunks([(0, len(indices))], None)))

@@ -322,7 +322,7 @@ def _is_readable(path: Path) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 # Inputs of a loss in addition to the embeddings of a batch: hard negatives, labels, and embeddings by a teacher or a guide.
 
-_EXCLUDE_NEGATIVES = "ignore the hard negatives with --columns … negative= (without a name)"
+_EXCLUDE_NEGATIVES = "ignore the hard negatives with --columns … negative= (without a name; for images negative_image=)"
 
 
 def add_negatives(config: LossConfig, dataset: Dataset, encoded: Sequence[int]) -> WithNegatives | None:

@@ -438,7 +438,7 @@ class BatchReader:
             sources[side] = source
             if not isinstance(source, ReplaySource):
                 continue  # the samples are already on the device
-            if self.dataset.sides[side] != TEXT and self.towers[side].lengths is None:
+            if self.towers[side].measure or (self.dataset.sides[side] != TEXT and self.towers[side].lengths is None):
                 source.start()
             else:
                 work = partial(self._tokens, source, side)
