@@ -26,6 +26,7 @@ REQUIREMENTS: Final = {
     "pylate": "pylate>=1.6",
     "tensorboard": "tensorboard>=2.16",
     "timm": "timm>=1.0.29",
+    "torchvision": "torchvision",
     "trackio": "trackio>=0.10",
     "wandb": "wandb>=0.17",
 }
