@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megabatch import extras, file_io
 from megabatch_train.data import load as data
-from megabatch_train.data.dataset import TEXT, Content, Dataset, UnreadableSampleError
+from megabatch_train.data.dataset import MIXED, TEXT, Content, Dataset, UnreadableSampleError
 from megabatch_train.data.images import decode_content, to_pillow
 from megabatch_train.display import plots, tables
 from megabatch_train.display.observers import REPORT
@@ -312,10 +312,11 @@ def _documents(dataset: Dataset) -> _Candidates:
     order = _shuffle(dataset)
     sample_of: dict[str, int] = {}  # document → its sample
     pairs: list[tuple[Any, int, int]] = []
+    mixed = MIXED in dataset.sides  # images of all documents need not be decoded
     for index in order[:MOST_READ]:
-        query, document = (read_stored_or_none(dataset, index, side) for side in (0, 1))
+        query, document = ((read_stored_or_none if mixed else read_or_none)(dataset, index, side) for side in (0, 1))
         if query is not None and document is not None:
-            key = document if isinstance(document, str) else dataset.key(index, 1)
+            key = dataset.key(index, 1) if dataset.sides[1] == MIXED else document
             pairs.append((query, index, sample_of.setdefault(key, index)))
     samples = list(sample_of.values())[:MOST]
     return _Candidates(samples, pairs, len(sample_of) if len(order) <= MOST_READ else len(order))
