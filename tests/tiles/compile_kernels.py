@@ -276,6 +276,8 @@ def launch_late(precision: str, dtype: torch.dtype, features: bool) -> None:
     sides = [replace(tokens, values=side) for side in values]
     pairs = LateBlock(*sides, torch.ones((), dtype=torch.float64), precision, weight)
     loss = late_small.loss_of_pairs(pairs, torch.arange(8) if features else None, 0.5, symmetric=features)
+    with torch.no_grad():  # stores no gradients of the scores
+        late_small.loss_of_pairs(pairs, None, 0.5, symmetric=True)
     torch.autograd.grad(loss, values)
     with torch.no_grad():
         late_small.candidate_scores(pairs, torch.zeros(8, 3, dtype=torch.int64))

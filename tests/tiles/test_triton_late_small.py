@@ -140,3 +140,13 @@ def test_limits_decide():
     for limits in ({"late_triton": 1}, {"late_indices": 11}):
         with dispatch.override(**limits):
             assert not is_dense()
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_loss_without_gradients_is_the_same(symmetric):
+    """Such a call stores no gradients of the scores."""
+    query, document = (F.normalize(torch.randn(5, tokens, 12, device=DEVICE), dim=2) for tokens in (4, 7))
+    options = {"symmetric": symmetric, "backend": "triton"}
+    learned = mb.late_interaction_loss(query.requires_grad_(), document, 5.0, **options)
+    with torch.no_grad():
+        assert torch.equal(mb.late_interaction_loss(query, document, 5.0, **options), learned)

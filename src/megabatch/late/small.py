@@ -116,9 +116,10 @@ def _loss_kernel(
             g *= tl.load(factors + query, query < N, 0.0)
         of_scale += tl.sum(tl.where(g == 0.0, 0.0, g * s), 1)
         g = tl.where(offs_n[:, None] == offs_m[None, :], -(weight.to(tl.float32) * own_factor)[:, None], g)
-        if IS_COLUMN:
-            g += tl.load(weights + to, inside, 0.0)
-        tl.store(weights + to, g, inside)
+        if weights is not None:
+            if IS_COLUMN:
+                g += tl.load(weights + to, inside, 0.0)
+            tl.store(weights + to, g, inside)
     tl.store(parts + programs + tl.program_id(0), tl.sum(of_scale, 0))
 
 
