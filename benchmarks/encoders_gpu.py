@@ -30,7 +30,8 @@ from decoders_gpu_systems import (
     ours,
 )
 
-from megabatch_train.bench.measure import arguments, write_report
+from megabatch_train.bench.measure import arguments, chip, write_report
+from megabatch_train.display import plots
 
 LEAST, LONGEST = 8, 256  # tokens of a text
 TEXTS: dict[str, Any] = {"means": (24, 96), "spread": 0.8}
@@ -65,7 +66,19 @@ TINY = [
 markdown = partial(
     decoders_gpu.markdown, what="Texts have 8 to 256 tokens, and a batch has no hard negatives.", checked="small encoders"
 )
-draw = partial(decoders_gpu.draw, title="One step")
+
+
+def draw(record: dict[str, Any]) -> Any:
+    """Draws a bar for each measured system of each model."""
+    rows = [row for row in record["results"] if "seconds" in row]
+    if len(rows) < 2:
+        return None
+    bars = [(f"{row['model']}: {row['system']}", row["B"] / row["seconds"]) for row in rows]
+    colors = [plots.GREEN if "megabatch" in row["system"] else plots.ORANGE for row in rows]
+    title = f"Pairs per second of a step; {chip(record)}"
+    figure, (axes,) = plots.panels(title, 1, height=1.0 + 0.4 * len(bars), width=7.5)
+    plots.bars(axes, bars, "{:,.0f}", colors)
+    return figure
 
 
 class EncoderBench(decoders_gpu.Bench):
