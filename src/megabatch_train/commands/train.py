@@ -406,6 +406,7 @@ def _build_trainer(
     from megabatch_train.data import load as data
     from megabatch_train.data.loader import import_packages
     from megabatch_train.towers.models import image_size
+    from megabatch_train.trainer.config import LATE
     from megabatch_train.trainer.loop import Trainer, open_workers
 
     second_pass.seed_host(config.seed)
@@ -416,7 +417,8 @@ def _build_trainer(
         dataset = data.load(config.data, split, size=size, holdout=config.holdout, **config.data_options)
         validation = _load_validation(config, size)
     clock.end_phase("data")
-    pair = towers.load(config.model, dataset.sides, lora=config.lora, **config.model_options)
+    late = {"token_dim": None} if config.loss.name == LATE else {}  # None is the dim of the model's files, or else the default
+    pair = towers.load(config.model, dataset.sides, lora=config.lora, **{**late, **config.model_options})
     clock.end_phase("model")
     if world.rank == 0:
         problems = (problem for source in (dataset, *validation.values()) for problem in source.problems)

@@ -167,17 +167,17 @@ def is_pair(model: Any) -> bool:
     return hasattr(model, "get_text_features") and (hasattr(model, "get_image_features") or takes_audio(model))
 
 
-def load(name: str, lora: LoraConfig | None = None, sizes: TokenSizes = AS_STORED) -> Pair:
+def load(name: str, lora: LoraConfig | None = None, sizes: TokenSizes = AS_STORED, *, is_described: bool = True) -> Pair:
     """Loads encoders with weights, tokenizer and image processor from the hub or from folders. `lora` adds adapters.
 
-    `sizes` replace the sizes of images and texts in the files.
+    `sizes` replace the sizes of images and texts in the files. Without `is_described`, files of sentence-transformers are ignored.
 
     The options of the pair come from the files of sentence-transformers. They are not applied yet.
     """
     parts = [_locate(part, absolute=lora is not None) for part in _parts(name)]
     name = "+".join(parts)
     with _explain_missing_files(name):
-        sentence_model = sentence_transformer.read(parts[-1])
+        sentence_model = sentence_transformer.read(parts[-1]) if is_described else None
         of_parts = [None] * (len(parts) - 1) + [sentence_model]
         each = zip(parts, of_parts, sizes.split(len(parts)), strict=True)
         encoders = [_download(part, lora, sentences, own) for part, sentences, own in each]

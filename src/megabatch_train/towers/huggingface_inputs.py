@@ -168,6 +168,11 @@ class TokenInputs:
         if tokenizer.pad_token is None:  # many decoders have none
             tokenizer.pad_token = tokenizer.eos_token
 
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of transformers."""
+        return self._tokenizer
+
     def prepare(self, text: str, generator: torch.Generator | None) -> str:
         """Returns the text unchanged."""
         return text

@@ -19,7 +19,16 @@ from megabatch.world import World, default_group
 from megabatch_train import settings
 from megabatch_train.data.dataset import IMAGE, TEXT
 from megabatch_train.names import MODELS, nearest
-from megabatch_train.towers import custom, huggingface, huggingface_inputs, lora, open_clip, small, vision_language
+from megabatch_train.towers import (
+    custom,
+    huggingface,
+    huggingface_inputs,
+    late_interaction,
+    lora,
+    open_clip,
+    small,
+    vision_language,
+)
 from megabatch_train.towers.sentence_transformer import FileOptions, LayerConfig, TextEncoder, layer_configs, write_tensors
 from megabatch_train.towers.tokens import TokenSizes, check_dropout
 from megabatch_train.towers.tower import SIDES, LoraConfig, Pair
@@ -30,7 +39,7 @@ from megabatch_train.towers.vision_language import VisionLanguageEncoder
 
 LOG = logging.getLogger("megabatch")
 PROMPTS = ("query_prompt", "document_prompt")  # options for the first and the second side
-TEXT_OPTIONS = (*PROMPTS, *huggingface.OPTIONS)
+TEXT_OPTIONS = (*PROMPTS, *huggingface.OPTIONS, *late_interaction.OPTIONS)
 PATCH_DROPOUT = "patch_dropout"  # option of image towers with patches
 SIZES = ("image_size", "context_length")  # options of `TokenSizes`, for models of open_clip and transformers
 
@@ -73,10 +82,10 @@ def load(spec: str, kinds: tuple[str, str] | None = (IMAGE, TEXT), *, lora: Lora
         pair = Pair(first, text, small.INITIAL_SCALE, name=spec, options=options)
     elif family == "open_clip" and name:
         pair = open_clip.load(name, config, sizes, lora)
-    elif family == "hf" and name:
-        pair = huggingface.load(name, lora, sizes)
-    elif family == "hf-config" and name:
-        pair = huggingface.load_config(name, lora, sizes)
+    elif family in ("hf", "hf-config") and name:
+        with_tokens = late_interaction.load(spec, lora, sizes, texts)
+        load_pair = huggingface.load if family == "hf" else huggingface.load_config
+        pair = load_pair(name, lora, sizes) if with_tokens is None else with_tokens
     else:
         raise ValueError(f"No such model: {spec}{nearest(spec, ['small'])}. Possible are: {'; '.join(MODELS)}")
     if kinds is not None and isinstance(pair.first.module, VisionLanguageEncoder):
@@ -115,6 +124,9 @@ def _log_choice(pair: Pair, given: Mapping[str, Any]) -> None:
         LOG.info("%s is a vision-language model, which encodes texts and images %s a chat template", name, template)
         return
     assert isinstance(encoder, TextEncoder)
+    if late_interaction.token_dim(pair):
+        LOG.info("%s has one vector of %d dimensions per token", name, late_interaction.token_dim(pair))
+        return
     if "pooling" in pair.options:
         chosen = {key: value for key, value in {**pair.options, **given}.items() if value != ""}
         dims = [f"a Dense layer of {layer.out_features}" for layer in layer_configs(encoder) if layer.out_features]
@@ -141,8 +153,11 @@ class Prompted:
 
 
 def adapt_texts(pair: Pair, options: Mapping[str, Any]) -> Pair:
-    """Applies the `TEXT_OPTIONS` among the options: prompts, maximum length, pooling and packing. Returns the new pair."""
-    given = {key: options[key] for key in TEXT_OPTIONS if key in options}
+    """Applies the `TEXT_OPTIONS` among the options, such as prompts, maximum length and pooling. Returns the new pair."""
+    unset = [key for key in late_interaction.OPTIONS if options.get(key) is None]
+    given = {key: options[key] for key in TEXT_OPTIONS if key in options and key not in unset}
+    if not late_interaction.token_dim(pair):
+        late_interaction.check_unused(given, pair.name)
     if of_encoder := {key: given[key] for key in huggingface.OPTIONS if key in given}:
         huggingface.adapt(pair, of_encoder)
     for key in PROMPTS:
@@ -252,7 +267,9 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
         if pair.lora is not None:
             weights = _with_adapters(pair, weights, place)
         if isinstance(pair.second.module, TextEncoder):
-            if _is_one_model(pair):
+            if late_interaction.token_dim(pair):
+                late_interaction.describe(pair, place, _of(_LAYERS, weights))
+            elif _is_one_model(pair):
                 huggingface.describe(pair, place, {f"layers.{key}": value for key, value in _of(_LAYERS, weights).items()})
             elif pair.lora is not None and pair.lora.merge:
                 huggingface.describe(pair, place / SIDES[1], _of(f"{SIDES[1]}.", weights))
@@ -317,7 +334,10 @@ def _build(description: dict[str, Any], place: Path) -> Pair:
         pair = open_clip.load_folder(name, folder, TokenSizes.of(description["options"]), adapters)
         return _with_options(pair, description["options"])
     if family in ("hf", "hf-config"):
-        if family == "hf" and adapters is not None:
+        if "token_dim" in description["options"]:
+            layers = [settings.build(LayerConfig, layer) for layer in description["layers"]]
+            pair = late_interaction.load_folder(description["name"], place, layers, description["options"])
+        elif family == "hf" and adapters is not None:
             bases = _find_moved(name, place, description.get("bases", {}))
             pair = huggingface.load(bases, adapters, TokenSizes.of(description["options"]))
             pair = replace(pair, options={})  # the description has the options

@@ -179,11 +179,11 @@ def read(name: str | Path, *, offline: bool = False) -> SentenceModel | None:
         name: as for `AutoModel.from_pretrained`.
         offline: whether only local files are read.
     """
-    source = _Source(str(name), offline)
+    source = SourceFiles(str(name), offline)
     modules = source.read(MODULES)
     if modules is None:
         return None
-    kinds = [_kind_of(source, module) for module in modules]
+    kinds = [read_kind(source, module) for module in modules]
     about = source.read(ABOUT) or {}
     if (model := about.get("model_type", "SentenceTransformer")) != "SentenceTransformer":
         raise SentenceModelError(f"{source} must be a SentenceTransformer, got a {model}")
@@ -224,7 +224,7 @@ def build_layers(configs: Sequence[LayerConfig]) -> nn.Sequential:
     return nn.Sequential(*(DenseLayer(config) if config.kind == "Dense" else UnitLength() for config in configs))
 
 
-class _Source:
+class SourceFiles:
     """The JSON files and weights of a folder, or of a name on the hub."""
 
     def __init__(self, name: str, offline: bool) -> None:
@@ -265,7 +265,7 @@ class _Source:
             raise SentenceModelError(f"{path} must be JSON, got {error}") from error
 
 
-def _kind_of(source: _Source, module: Any) -> str:
+def read_kind(source: SourceFiles, module: Any) -> str:
     """Returns the class name of a module. Raises an error if the class is not from sentence-transformers."""
     named = str(module.get("type", "")) if isinstance(module, Mapping) else ""
     if not named.startswith("sentence_transformers.") or "path" not in module:
@@ -275,7 +275,7 @@ def _kind_of(source: _Source, module: Any) -> str:
     return named.rpartition(".")[2]
 
 
-def _pooling(source: _Source, config: Mapping[str, Any]) -> str:
+def _pooling(source: SourceFiles, config: Mapping[str, Any]) -> str:
     mode = config.get("pooling_mode")
     if mode is None:
         poolings = [pooling for flag, pooling in _FLAGS.items() if config.get(flag)]
@@ -287,7 +287,7 @@ def _pooling(source: _Source, config: Mapping[str, Any]) -> str:
 
 
 def _layers(
-    source: _Source, kinds: Sequence[str], modules: Sequence[Mapping[str, Any]]
+    source: SourceFiles, kinds: Sequence[str], modules: Sequence[Mapping[str, Any]]
 ) -> tuple[list[LayerConfig], dict[str, Tensor]]:
     """Reads the modules after the pooling and their weights."""
     layers: list[LayerConfig] = []
@@ -309,13 +309,13 @@ def _layers(
         layer = LayerConfig(
             kind, config["in_features"], config["out_features"], config.get("bias", True), activation.rpartition(".")[2]
         )
-        own = _tensors(source, str(module["path"]))
+        own = read_weights(source, str(module["path"]))
         weights |= {f"{len(layers)}.{name}": value for name, value in own.items()}
         layers.append(layer)
     return layers, weights
 
 
-def _tensors(source: _Source, folder: str) -> dict[str, Tensor]:
+def read_weights(source: SourceFiles, folder: str) -> dict[str, Tensor]:
     if (path := source.find("model.safetensors", folder)) is not None:
         safetensors = extras.load("safetensors.torch", purpose="Loading a model")
         tensors: dict[str, Tensor] = safetensors.load_file(path)
@@ -326,7 +326,7 @@ def _tensors(source: _Source, folder: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_texts(source: _Source, texts: Mapping[str, Any]) -> None:
+def _check_texts(source: SourceFiles, texts: Mapping[str, Any]) -> None:
     """Raises an error for settings of the transformer that change its embeddings."""
     task = texts.get("transformer_task", "feature-extraction")
     usual = {"method": "forward", "method_output_name": "last_hidden_state"}
@@ -382,15 +382,15 @@ def write(folder: Path, dim: int, longest: int | None, model: SentenceModel) -> 
         path = f"{number}_{name}" if config is not None else ""
         described.append({"idx": number, "name": str(number), "path": path, "type": f"{_LIBRARY}.{name}"})
         if config is not None:
-            _write(folder / path / "config.json", config)
+            write_json(folder / path / "config.json", config)
         if name == "Dense":
             prefix = f"{number - 2}."
             own = {key.removeprefix(prefix): value for key, value in model.weights.items() if key.startswith(prefix)}
             write_tensors(folder / path / "model.safetensors", own)
     texts: dict[str, Any] = {"max_seq_length": longest, "do_lower_case": False}
-    _write(folder / TEXTS, texts if longest is not None else _describe_messages(model))
-    _write(folder / ABOUT, {**_collect_prompts(model), "similarity_fn_name": model.files.similarity})
-    _write(folder / MODULES, described)
+    write_json(folder / TEXTS, texts if longest is not None else _describe_messages(model))
+    write_json(folder / ABOUT, {**_collect_prompts(model), "similarity_fn_name": model.files.similarity})
+    write_json(folder / MODULES, described)
 
 
 def _describe_messages(model: SentenceModel) -> dict[str, Any]:
@@ -424,7 +424,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     file_io.write(path, lambda file: file.write(data))
 
 
-def _write(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any) -> None:
     file_io.write(path, lambda file: file.write(json.dumps(content, indent=2).encode()))
 
 

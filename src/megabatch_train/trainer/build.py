@@ -24,6 +24,7 @@ from megabatch.cached.tower import as_encoded, call, find_distributed_modules
 from megabatch.world import World, local
 from megabatch_train import names
 from megabatch_train.machine import peak_rates
+from megabatch_train.towers.late_interaction import token_dim
 from megabatch_train.towers.lora import store_frozen
 from megabatch_train.towers.tower import (
     SIDES,
@@ -573,7 +574,7 @@ def build(
             scales = [layer_scales(own, [used[side] for side in (0, 1) if modules[side] is own], decay) for own in unique]
         wrapped = wrap(modules, few_samples, world, config.parallel, offload=config.memory.offload)
     dtype = torch.float64 if next(modules[0].parameters()).dtype == torch.float64 else torch.float32
-    objective = Objective(config.loss, pair.logit_scale, pair.logit_bias, dtype).to(world.device)
+    objective = Objective(config.loss, pair.logit_scale, pair.logit_bias, dtype, token_dim(pair)).to(world.device)
     muon = config.optimizer.name == MUON
     groups = parameter_groups(unique, objective, config.optimizer.weight_decay, muon=muon, scales=scales)
     optimizer = build_optimizer(config.optimizer, groups)

@@ -32,7 +32,8 @@ SCRATCH_RATE = 5e-4  # highest learning rate of a model with random weights, as 
 STEEPEST_RISE = 5e-6
 SHORTEST_INTERVAL = 30.0  # seconds between two checkpoints of a run without `checkpoint.every`
 
-Name = Literal["clip", "siglip", "info_nce", "dcl", "hcl", "nt_xent", "sup_con", "matryoshka", "distill"]
+Name = Literal["clip", "siglip", "info_nce", "dcl", "hcl", "nt_xent", "sup_con", "matryoshka", "distill", "late_interaction"]
+LATE = "late_interaction"  # loss of models with one vector per token
 CONTRASTS = ("info_nce", "dcl", "hcl")  # losses with the options hard negatives, margin, guide and symmetric
 
 
@@ -45,7 +46,7 @@ class LossConfig:
     scale: float | None = None  # initial logit scale (default: the scale of the model)
     bias: float | None = None  # siglip: initial logit bias (default: the bias of the model)
     max_scale: float = 100.0  # upper limit of the learned logit scale
-    symmetric: bool = False  # info_nce, dcl, hcl: use the mean of both directions
+    symmetric: bool = False  # info_nce, dcl, hcl, late_interaction: use the mean of both directions
     margin: float | None = None  # info_nce, dcl, hcl: exclude negatives whose similarity exceeds the match by more than this
     guide: str = ""  # info_nce, dcl, hcl: a run or a model whose similarities exclude false negatives (GIST)
     beta: float = 1.0  # hcl: weight of hard negatives
@@ -64,7 +65,8 @@ class LossConfig:
             raise ValueError(f"loss.tau_plus must be at least 0 and less than 1, got {self.tau_plus}")
         of = {
             "bias": ("siglip",),
-            **dict.fromkeys(("symmetric", "margin", "guide"), CONTRASTS),
+            "symmetric": (*CONTRASTS, LATE),
+            **dict.fromkeys(("margin", "guide"), CONTRASTS),
             **dict.fromkeys(("beta", "tau_plus"), ("hcl",)),
             "widths": ("matryoshka",),
             **dict.fromkeys(("teacher", "teacher_weight"), ("distill",)),

@@ -19,6 +19,7 @@ from megabatch.losses import (
     dcl_loss,
     hcl_loss,
     info_nce_loss,
+    late_interaction_loss,
     matryoshka_clip_loss,
     nt_xent_loss,
     siglip_loss,
@@ -30,8 +31,9 @@ from megabatch_train.data.dataset import Dataset, count_others
 from megabatch_train.data.load import WithNegatives
 from megabatch_train.data.tables import Table
 from megabatch_train.evaluation.embedding import embed
+from megabatch_train.towers.late_interaction import average, pack, unpack
 from megabatch_train.towers.tower import Pair
-from megabatch_train.trainer.config import CONTRASTS, LossConfig
+from megabatch_train.trainer.config import CONTRASTS, LATE, LossConfig
 from megabatch_train.trainer.health import pair_statistics
 
 LOG = logging.getLogger("megabatch")
@@ -75,11 +77,20 @@ class Objective(nn.Module):
         scale: the scale of the model, already exponentiated.
         bias: the bias of the model, or None if it was not trained with SigLIP.
         dtype: the dtype of the two parameters.
+        token_dim: the dim of a vector of a late-interaction model, whose embeddings are rows of several vectors; 0 for others.
     """
 
-    def __init__(self, config: LossConfig, scale: float, bias: float | None, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, config: LossConfig, scale: float, bias: float | None, dtype: torch.dtype = torch.float32, token_dim: int = 0
+    ) -> None:
         super().__init__()
-        self.config = config
+        if (config.name == LATE) != bool(token_dim):
+            model = f"a model with one vector per {'token' if token_dim else 'sample'}"
+            raise ValueError(
+                f"loss.name must be {LATE!r} for a model with one vector per token, and only for it, got "
+                f"{config.name!r} for {model}"
+            )
+        self.config, self.token_dim = config, token_dim
         self.bias: nn.Parameter | None = None
         if config.name == "siglip":
             if bias is None:  # the scale of the model belongs to another loss
@@ -102,6 +113,8 @@ class Objective(nn.Module):
     ) -> Tensor:  # ()
         """Returns this rank's share of the loss over all ranks. `negatives` are the embeddings of hard negatives, (m, D)."""
         scale, group, config = self.log_scale.exp(), world.group, self.config
+        if config.name == LATE:
+            return self._late(first, second, ids, world, inputs, negatives)
         if config.name in CONTRASTS:
             return self._contrast(first, second, ids, world, inputs, negatives)
         if config.name == "siglip":
@@ -157,6 +170,30 @@ class Objective(nn.Module):
         )
         return share
 
+    def _late(
+        self, first: Tensor, second: Tensor, ids: Tensor | None, world: World, inputs: LossInputs, negatives: Tensor | None
+    ) -> Tensor:  # ()
+        hard = None
+        if negatives is not None:
+            if ids is not None and inputs.negative_ids is not None:  # a negative that matches a query of the batch is excluded
+                documents = world.gather_rows(ids if ids.dim() == 1 else ids[:, 1])
+                own = inputs.negative_ids if inputs.negative_ids.dim() == 1 else inputs.negative_ids[:, 1]
+                negatives = negatives[~torch.isin(own, documents)]
+            hard = pack(negatives, self.token_dim)
+        return late_interaction_loss(
+            unpack(first, self.token_dim),
+            pack(second, self.token_dim),
+            self.log_scale.exp(),
+            negatives=hard,
+            ids=ids if ids is None or ids.dim() == 1 else connect(ids, world),
+            symmetric=self.config.symmetric,
+            group=world.group,
+        )
+
+    def summarize(self, embeddings: Tensor) -> Tensor:  # (n, D) -> (n, d)
+        """Returns one vector for each sample. For a late-interaction model it is the mean of the vectors."""
+        return average(embeddings.detach(), self.token_dim) if self.token_dim else embeddings
+
     @torch.no_grad()
     def clamp(self) -> None:
         """Clamps the scale to `max_scale` after an optimizer step."""
@@ -166,6 +203,20 @@ class Objective(nn.Module):
         """Returns the current scale and bias, for logs and for the saved model."""
         numbers = {"scale": self.log_scale.detach().exp().item()}
         return numbers if self.bias is None else {**numbers, "bias": self.bias.detach().item()}
+
+
+def connect(ids: Tensor, world: World) -> Tensor:  # (n, 2) int64 -> (n,) int64
+    """Returns one id for each pair of this rank. Pairs of the batch that a chain of shared texts connects have equal ids."""
+    columns = [torch.unique(column, return_inverse=True)[1] for column in world.gather_rows(ids).T]
+    labels = torch.arange(len(columns[0]), device=ids.device)
+    while True:
+        before = labels
+        for column in columns:
+            smallest = torch.full_like(labels, len(labels)).scatter_reduce(0, column, labels, "amin")
+            labels = smallest[column]
+        if torch.equal(labels, before):
+            first = world.row_offset(len(ids))
+            return labels[first : first + len(ids)]
 
 
 class ReadablePairs:
@@ -223,7 +274,7 @@ class ReadablePairs:
             )
         if self.without_negatives == self.pairs:
             return sum((part.sum() for part in encoded), self._objective.log_scale.sum()) * 0
-        self.statistics = pair_statistics(first, second)
+        self.statistics = pair_statistics(*map(self._objective.summarize, (first, second)))
         loss: Tensor = self._objective(first, second, ids, self._world, inputs, negatives)
         return loss
 
@@ -338,7 +389,7 @@ def add_negatives(config: LossConfig, dataset: Dataset, encoded: Sequence[int]) 
     columns = dataset.negative_columns
     if not columns or not isinstance(dataset, Table):
         return None
-    if config.name not in CONTRASTS or config.guide:
+    if config.name not in (*CONTRASTS, LATE) or config.guide:
         reason = f"the loss {config.name}" if config.name not in CONTRASTS else "a loss with a guide (loss.guide)"
         raise ValueError(
             f"the data has hard negatives in the column {columns[0]}, but {reason} cannot use them. Use --loss info_nce "

@@ -182,10 +182,12 @@ def _count_later_bytes(
     """Returns the bytes that training allocates later for gradients, moments and embeddings."""
     parameters = {id(p): local(p) for module in modules for p in module.parameters() if p.requires_grad}
     parameter_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
-    with torch.no_grad(), use_evaluation_mode(modules[0]):
-        output = call(modules[0], map_rows(lambda tensor: tensor.to(device), samples(0, 1)))
-    dim = as_encoded(output, type(modules[0]).__name__).embeddings.shape[1]
-    return OPTIMIZER_COPIES * parameter_bytes + COPIES_OF_EMBEDDINGS * len(modules) * pairs * dim * 4
+    dims = []
+    for side, module in enumerate(modules):
+        with torch.no_grad(), use_evaluation_mode(module):
+            output = call(module, map_rows(lambda tensor: tensor.to(device), samples(side, 1)))
+        dims.append(as_encoded(output, type(module).__name__).embeddings.shape[1])
+    return OPTIMIZER_COPIES * parameter_bytes + COPIES_OF_EMBEDDINGS * pairs * sum(dims) * 4
 
 
 def _choose_checkpointing(
