@@ -27,7 +27,8 @@ def write_encoder(folder, seed=0):
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     model = BertModel(BertConfig(vocab_size=len(vocabulary), max_position_embeddings=16, **sizes))
     for parameter in model.parameters():  # as large as after some training, so that attention and positions matter
-        torch.nn.init.normal_(parameter, std=0.3)
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return folder
 

@@ -256,7 +256,10 @@ def truncate_pair(pair: Pair, dim: int, folder: Path | None) -> None:
     """
     from megabatch_train.evaluation import results
     from megabatch_train.evaluation.embedding import truncate
+    from megabatch_train.towers.late_interaction import token_dim
 
+    if token_dim(pair):
+        raise ValueError(f"--dim must not be set for a late-interaction model, got {dim}")
     try:
         full = truncate(pair.towers, dim)
     except ValueError as error:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megabatch_train.evaluation.embedding import Choice
+    from megabatch_train.evaluation.embedding import Choice, Stored
 
 
 LOG = logging.getLogger("megabatch")
@@ -121,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
     from megabatch.world import join_world
     from megabatch_train.evaluation import embedding
     from megabatch_train.evaluation.embedding import Choice
+    from megabatch_train.towers.late_interaction import token_dim
 
     names = ("range_min", "range_max", "max_score", "min_score", "absolute_margin", "relative_margin", "sampling")
     negatives = args.negatives or (NEIGHBORS if args.batches else NEGATIVES)
@@ -144,6 +145,9 @@ def run(args: argparse.Namespace) -> int:
         if args.corpus and output.exists() and output.samefile(args.corpus):
             raise ValueError(f"--output must not replace the corpus, got {output}; choose another --output")
         file_io.remove_leftovers(output.parent, output.name.__eq__)  # of a killed command
+        if (args.batches or args.corpus) and token_dim(inputs.pair):
+            option = "--batches" if args.batches else "--corpus"
+            raise ValueError(f"{option} must not be set for a late-interaction model, got {args.model}")
         mine = Mine(inputs, output, args)
         if args.batches:
             tell(mine.write_groups(choice, args.group_size or GROUP_SIZE, world.device))
@@ -205,16 +209,14 @@ class Mine:
             "the corpus": None if self.corpus is None else self.corpus.digest(),
         }
 
-    def _embed(self) -> list[Tensor]:  # (N, D) each
+    def _embed(self) -> list[Stored]:
         """Embeds both sides of the pairs. Returns the embeddings, which are memory-mapped."""
-        from megabatch_train.evaluation import embedding
-
         sides = []
         for side in (0, 1):
-            stored = embedding.Stored(self.work / f"side{side}", len(self.dataset))
+            stored = self._open_stored(side)
             options = {"chunk_size": self.args.chunk_size, "workers": self.args.workers}
             stored.fill(self.inputs.pair.towers[side], self.dataset, side, **options)
-            sides.append(stored.rows())
+            sides.append(stored)
         return sides
 
     def write_groups(self, choice: Choice, group_size: int, device: torch.device) -> str:
@@ -223,7 +225,7 @@ class Mine:
         from megabatch_train.data.dataset import ReadingProgress
         from megabatch_train.evaluation.grouping import find_neighbors, group_pairs, share_inside
 
-        first, second = self._embed()
+        first, second = (side.rows() for side in self._embed())
         ids = self.dataset.ids(range(len(self.dataset)))
         progress = ReadingProgress("pairs searched", len(self.dataset))
         neighbors = find_neighbors(first, second, choice, ids=ids, device=device, tell=progress.tell)
@@ -247,6 +249,7 @@ class Mine:
 
         from megabatch_train.data.dataset import IMAGE
         from megabatch_train.evaluation.embedding import hard_negatives
+        from megabatch_train.evaluation.late_interaction import MaxSim, StoredTokens
 
         candidates_of, first_pairs = self._number_texts()
         added = self._choose_from_corpus()
@@ -255,14 +258,18 @@ class Mine:
         ids = self.dataset.ids(range(len(self.dataset)))
         part_file = self.output.with_name(self.output.name + ".part")
         lines_done, missing = self._count_written(part_file, choice)
-        candidates = torch.cat([document[first_pairs], self._embed_corpus()[added]]) if added else document[first_pairs]
         matches: dict[str, Any] = {}
         if ids is not None and ids.dim() == 1:  # a text that only the corpus has shares no id
             own = torch.unique(ids, return_inverse=True)[1]
             matches = {"ids": (own, torch.cat([own[first_pairs], len(own) + torch.arange(len(added))]))}
         if ids is not None and ids.dim() == 2:  # rows share texts in chains, so a query excludes only its own documents
             matches = {"queries": torch.unique(ids[:, 0], return_inverse=True)[1]}
-        mined = hard_negatives(query, candidates, candidates_of, choice, **matches, first=lines_done, device=device)
+        if isinstance(query, StoredTokens) and isinstance(document, StoredTokens):
+            scored: tuple[Any, Any] = MaxSim(query, document.part(first_pairs), device), None
+        else:
+            candidates = document.rows()[first_pairs]
+            scored = query.rows(), torch.cat([candidates, self._embed_corpus()[added]]) if added else candidates
+        mined = hard_negatives(*scored, candidates_of, choice, **matches, first=lines_done, device=device)
 
         def text_of(number: int) -> Any:
             if number < len(first_pairs):
@@ -290,6 +297,15 @@ class Mine:
         else:
             os.replace(part_file, self.output)
         return lines_done, missing
+
+    def _open_stored(self, side: int) -> Stored:
+        """Returns the embeddings of one side that are computed so far."""
+        from megabatch_train.evaluation import embedding
+        from megabatch_train.evaluation.late_interaction import StoredTokens
+        from megabatch_train.towers.late_interaction import token_dim
+
+        path, total, dim = self.work / f"side{side}", len(self.dataset), token_dim(self.inputs.pair)
+        return StoredTokens(path, total, dim) if dim else embedding.Stored(path, total)
 
     def _read_first_side(self, index: int) -> Any:
         """Returns the first side of a pair. For an image that the table will contain, it returns the name."""

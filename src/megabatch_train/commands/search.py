@@ -67,6 +67,8 @@ def run_embed(args: argparse.Namespace) -> int:
     """Computes the embeddings and writes the file."""
     from megabatch.world import join_world
     from megabatch_train.evaluation import embedding
+    from megabatch_train.evaluation.late_interaction import StoredTokens, locate_lengths
+    from megabatch_train.towers.late_interaction import token_dim
 
     output = Path(args.output)
     embedding.check_output(output)
@@ -77,6 +79,8 @@ def run_embed(args: argparse.Namespace) -> int:
         inputs.keep_data(embedding.targets(output))
         dataset, side = inputs.dataset, find_side(inputs.dataset, args.side)
         inputs.check_kinds([side])
+        if token_dim(inputs.pair) and output.suffix != ".npy":
+            raise ValueError(f"--output must end in .npy for a late-interaction model, got {args.output!r}")
         about = {
             "model": args.model,
             "weights": embedding.fingerprint(inputs.pair),
@@ -89,10 +93,15 @@ def run_embed(args: argparse.Namespace) -> int:
         }
         work = embedding.work_folder(output)
         embedding.continue_or_begin(work, about)
-        rows = embedding.Stored(work / "rows", len(dataset))
+        dim = token_dim(inputs.pair)
+        rows = StoredTokens(work / "rows", len(dataset), dim) if dim else embedding.Stored(work / "rows", len(dataset))
         rows.fill(inputs.pair.towers[side], dataset, side, chunk_size=args.chunk_size, workers=args.workers)
+    if isinstance(rows, StoredTokens):
+        rows.write_lengths(output)
+    else:
+        locate_lengths(output).unlink(missing_ok=True)  # of an earlier late-interaction model
     embedding.write(output, rows, (sample(dataset, index, side) for index in range(len(dataset))), about)
-    unreadable = int(rows.rows()[:, 0].isnan().sum())
+    unreadable = rows.count_unreadable()
     shutil.rmtree(work)
     tell(
         f"wrote {rows.done:,} embeddings of {rows.dim} dimensions to {output}"
@@ -381,7 +390,8 @@ def _tabulate(query: str, row: list[Match]) -> TextTable:
 def find_matches(pair: Pair, source: Data | Embeddings, queries: list[Any], k: int) -> list[list[tuple[Match, int]]]:
     """Returns the matches of each query, best first, with the side that was searched."""
     from megabatch_train.data.dataset import AUDIO, IMAGE, TEXT, Audio
-    from megabatch_train.evaluation import encode, search
+    from megabatch_train.evaluation import encode
+    from megabatch_train.evaluation.late_interaction import search_any
 
     kinds = [TEXT if isinstance(query, str) else AUDIO if isinstance(query, Audio) else IMAGE for query in queries]
     results: dict[int, list[tuple[Match, int]]] = {}
@@ -389,7 +399,8 @@ def find_matches(pair: Pair, source: Data | Embeddings, queries: list[Any], k: i
         numbers = [number for number, other in enumerate(kinds) if other == kind]
         side = source.side(kind)
         encoder = _choose_encoder(pair, kind, other=side)
-        best = search(encode(encoder, [queries[number] for number in numbers]), source.chunks(side), k=k)
+        encoded = encode(encoder, [queries[number] for number in numbers])
+        best = search_any(pair, encoded, source.chunks(side), k)
         samples = source.samples(side)
         for number, scores, indices in zip(numbers, best.scores.tolist(), best.indices.tolist(), strict=True):
             pairs = [(score, samples[index]) for score, index in zip(scores, indices, strict=True) if score > -math.inf]
@@ -401,6 +412,7 @@ def find_matches(pair: Pair, source: Data | Embeddings, queries: list[Any], k: i
 def _load_source(args: argparse.Namespace, device: torch.device) -> tuple[Pair, Data | Embeddings]:
     """Returns the model and the data or embeddings to search."""
     from megabatch_train.evaluation import embedding
+    from megabatch_train.evaluation.late_interaction import open_saved
 
     if not args.embeddings:
         inputs = commands.choose(args, device, allow_images_only=True)
@@ -408,7 +420,7 @@ def _load_source(args: argparse.Namespace, device: torch.device) -> tuple[Pair, 
     options = [name for name in ("data", "columns", "split", "among") if getattr(args, name) is not None]
     if options:
         raise ValueError(f"--{options[0]} cannot be used with --embeddings, because the file determines it")
-    saved = embedding.Saved(Path(args.embeddings))
+    saved = open_saved(Path(args.embeddings))
     pair = commands.load_pair(args.model, device, tuple(saved.about["sides"]), trust=args.trust_remote_code)
     if embedding.fingerprint(pair) != saved.about["weights"]:
         raise ValueError(

@@ -21,11 +21,13 @@ from megabatch_train.display import plots, tables
 from megabatch_train.display.observers import REPORT
 from megabatch_train.display.plots import Found, Shown
 from megabatch_train.display.tables import TextTable
-from megabatch_train.evaluation import Evaluated, embed, encode, search
+from megabatch_train.evaluation import Evaluated, embed, encode
 from megabatch_train.evaluation.embedding import read_or_none, read_stored_or_none
+from megabatch_train.evaluation.late_interaction import score_any, search_any
 from megabatch_train.evaluation.results import BEST, CONFIG, METRICS, SavedRun, read_run
 from megabatch_train.names import sanitize
 from megabatch_train.towers import Pair
+from megabatch_train.towers.late_interaction import token_dim
 from megabatch_train.towers.models import WEIGHTS, image_size, load_saved
 
 LOG = logging.getLogger("megabatch")
@@ -251,13 +253,15 @@ def gallery(model: Pair | Evaluated, dataset: Dataset, drawn: Dataset, queries: 
         raise ValueError("dataset must have at least one sample that can be read, got none")
     if not isinstance(model, Evaluated):
         encoded = encode(model.towers[1 - side], [_decode(text) for text in texts])
-    matches, similarities = search(encoded, embeddings, k=MATCHES), encoded @ embeddings.T
+    dim = model.token_dim if isinstance(model, Evaluated) else token_dim(model)
+    matches, similarities = search_any(dim, encoded, embeddings, MATCHES), score_any(encoded, embeddings, dim)
     results, ranks = [], []
     for number, (scores, indices) in enumerate(zip(matches.scores.tolist(), matches.indices.tolist(), strict=True)):
         correct = None if number < len(queries) else matches_of[texts[number]]
         row = [
             _match(drawn, side, samples[position], score, None if correct is None else position in correct)
             for score, position in zip(scores, indices, strict=True)
+            if position >= 0
         ]
         results.append([match for match in row if match is not None])
         ranks.append(None if correct is None else _rank(similarities[number], correct))

@@ -254,6 +254,30 @@ class Choice:
         return torch.stack(limits).amin(0) if limits else None
 
 
+class InnerProducts:
+    """Inner products of embeddings. On a GPU, embeddings are rounded to float16. A subclass can define other scores."""
+
+    def __init__(self, query: Tensor, document: Tensor | None, device: torch.device | None) -> None:
+        assert document is not None, "only scores contain the documents"
+        self.device = query.device if device is None else device
+        dtype = torch.float16 if self.device.type == "cuda" else query.dtype
+        self._query, self._document = query, document.to(self.device, dtype)
+        self.dtype, self.documents = accumulator_dtype(dtype), len(document)
+
+    def __len__(self) -> int:
+        """The number of queries."""
+        return len(self._query)
+
+    def of_matches(self, rows: slice, positive: Tensor) -> Tensor:  # (n,) int64 -> (n,)
+        """Returns the inner product of each of these queries with its document."""
+        partners = self._document[positive.to(self.device)]
+        return (self._query[rows].to(partners).to(self.dtype) * partners.to(self.dtype)).sum(1)
+
+    def topk(self, rows: slice, k: int, **options: Any) -> Tensor:  # (n, k) int64
+        """Returns the most similar documents of these queries."""
+        return pairwise.pairwise_topk(self._query[rows].to(self._document), self._document, k, **options).indices
+
+
 class _MatchingDocuments:
     """The matching documents of each query, for queries with several rows."""
 
@@ -276,8 +300,8 @@ class _MatchingDocuments:
 
 @torch.no_grad()
 def hard_negatives(
-    query: Tensor,  # (N, D)
-    document: Tensor,  # (M, D)
+    query: Tensor | InnerProducts,  # (N, D)
+    document: Tensor | None,  # (M, D)
     positive: Tensor,  # (N,) int64
     choice: Choice,
     *,
@@ -291,8 +315,8 @@ def hard_negatives(
     Each yielded tensor has the negatives of several queries. On a GPU, embeddings are rounded to float16.
 
     Args:
-        query: (N, D) embeddings.
-        document: (M, D) embeddings.
+        query: (N, D) embeddings, or the scores of all queries and documents.
+        document: (M, D) embeddings; None with scores.
         positive: (N,) the document of each query.
         choice: the documents that can be negatives.
         ids: ids of queries and documents. A document is not a negative of a query with the same id (default: only the
@@ -302,26 +326,21 @@ def hard_negatives(
         first: query to begin with.
         device: device of the computation (default: device of the queries).
     """
-    target = query.device if device is None else device
-    dtype = torch.float16 if target.type == "cuda" else query.dtype
-    document = document.to(target, dtype)
-    own, others = (positive, torch.arange(len(document))) if ids is None else ids
-    others = others.to(target)
-    wide = accumulator_dtype(dtype)
-    matching = None if queries is None else _MatchingDocuments(queries, positive, len(document))
-    lowest = None if choice.min_score is None else torch.tensor(choice.min_score, dtype=wide, device=target)
-    for rows in windows(slice(first, len(query)), QUERIES_AT_ONCE):
-        x = query[rows].to(target, dtype)
-        match = (x.to(wide) * document[positive[rows].to(target)].to(wide)).sum(1)
+    scores = query if isinstance(query, InnerProducts) else InnerProducts(query, document, device)
+    own, others = (positive, torch.arange(scores.documents)) if ids is None else ids
+    others = others.to(scores.device)
+    matching = None if queries is None else _MatchingDocuments(queries, positive, scores.documents)
+    lowest = None if choice.min_score is None else torch.tensor(choice.min_score, dtype=scores.dtype, device=scores.device)
+    for rows in windows(slice(first, len(scores)), QUERIES_AT_ONCE):
+        match = scores.of_matches(rows, positive[rows])
         more = 0 if matching is None else matching.most_others(rows)
-        candidates = pairwise.pairwise_topk(
-            x,
-            document,
+        candidates = scores.topk(
+            rows,
             min(choice.candidates + more, MAX_K),
-            exclude=(own[rows].to(target), others),
+            exclude=(own[rows].to(scores.device), others),
             above=None if lowest is None else lowest.nextafter(lowest - 1),
             below=choice.limit(match),
-        ).indices
+        )
         if matching is not None:
             candidates = matching.remove(candidates, rows)[:, : choice.candidates]
         candidates = candidates[:, choice.range_min :]
@@ -377,6 +396,10 @@ class Stored:
         """Returns all rows. They are memory-mapped."""
         return torch.from_file(str(self.path), shared=False, size=self.done * self.dim).view(self.done, self.dim)
 
+    def count_unreadable(self) -> int:
+        """Returns the number of samples that could not be read."""
+        return int(self.rows()[:, 0].isnan().sum())
+
     def fill(self, tower: Tower, dataset: Dataset, side: int, *, chunk_size: int, workers: int | Executor) -> None:
         """Embeds the samples that are not in the file yet, as `embed` does. The rows of unreadable samples are NaN."""
         if self.done:
@@ -408,7 +431,7 @@ def work_folder(output: Path) -> Path:
 
 
 def targets(output: Path) -> list[Path]:
-    """Returns the files that `write` writes."""
+    """Returns the files that `write` writes. For late interaction, `late_interaction.write_lengths` writes one more."""
     return [output] if output.suffix == ".parquet" else [output.with_suffix(ending) for ending in (".json", ".jsonl", ".npy")]
 
 
@@ -480,7 +503,7 @@ def write(output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about
     if output.suffix == ".parquet":
         _write_parquet(package, output, stored, samples, about)
         return
-    header = {"descr": "<f4", "fortran_order": False, "shape": (stored.done, stored.dim)}
+    header = {"descr": "<f4", "fortran_order": False, "shape": (stored.path.stat().st_size // (4 * stored.dim), stored.dim)}
 
     def array(file: Any) -> None:
         package.lib.format.write_array_header_1_0(file, header)
@@ -553,10 +576,14 @@ class Saved:
                 self.samples = [json.loads(line) for line in lines]
         if not _names_model(self.about):
             raise ValueError(f"{path} must be a file that `megabatch embed` wrote, got one without the name of a model")
-        if path.suffix == ".npy" and (rows := len(self._array())) != len(self.samples):
+        if path.suffix == ".npy" and (rows := self.count()) != len(self.samples):
             raise ValueError(
                 f"{path} must have a row for each line of {path.stem}.jsonl, got {rows:,} and {len(self.samples):,}"
             )
+
+    def count(self) -> int:
+        """Returns the number of embeddings in a file in NumPy's format."""
+        return len(self._array())
 
     def chunks(self) -> Iterator[Tensor]:  # (n, D) each
         """Yields the embeddings, at most `ROWS` at a time."""

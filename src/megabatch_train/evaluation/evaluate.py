@@ -11,13 +11,15 @@ from torch import Tensor
 
 from megabatch import pairwise
 from megabatch.dispatch import Backend, Execution
-from megabatch.losses import clip_loss
+from megabatch.losses import clip_loss, late_interaction_loss
 from megabatch.pairwise import PairRanks
 from megabatch.primitives import RankedEntries, accumulator_dtype, execution, matching_products, rank
 from megabatch.tiles.sums import to_exact
 from megabatch.world import World
 from megabatch_train.data.dataset import Dataset, first_places, name_sides
 from megabatch_train.evaluation.embedding import device_of, embed
+from megabatch_train.evaluation.late_interaction import connect, rank_tokens
+from megabatch_train.towers.late_interaction import pack, token_dim, unpack
 from megabatch_train.towers.tower import Pair
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -194,6 +196,7 @@ def retrieval(
     names: tuple[str, str] = ("image", "text"),
     group: Any = None,
     backend: Backend = "auto",
+    token_dim: int = 0,
 ) -> dict[str, float]:
     """Computes recall@1, 5 and 10, mean reciprocal rank, nDCG@10, mean and median rank in both directions.
 
@@ -210,11 +213,14 @@ def retrieval(
         names: names of the two sides, as in "image_to_text_R@1" (`name_sides`).
         group: process group that the data is sharded over (default: no sharding). All ranks get the same result.
         backend: backend of `pairwise_rank`.
+        token_dim: dim of a vector, if the rows are of a late-interaction model; 0 for embeddings.
     """
     world = World.of(group, image.device)
     if owners is not None and pairs is not None:
         raise ValueError("owners must be None if pairs are given, got both")
-    if owners is None and pairs is None:
+    if token_dim:
+        there, back = rank_tokens(image, text, pairs, token_dim, group)
+    elif owners is None and pairs is None:
         there, back = pairwise.pairwise_rank(image, text, group=group, backend=backend)
     else:
         if pairs is None:
@@ -320,6 +326,8 @@ def sts(
 ) -> dict[str, float]:
     """Returns the correlation of cosine similarities with scores (samples,). Skips unreadable samples and missing scores."""
     world = World.of(group, device_of(pair.second.module))
+    if token_dim(pair):
+        raise ValueError("a correlation with scores needs a model with one vector per text, got a late-interaction model")
     ours = list(range(world.rank, len(dataset), world.size))
     sides = [embed(pair.towers[side], dataset, side, ours, chunk_size=chunk_size, workers=workers) for side in (0, 1)]
     good = (dataset.usable(ours) & ~scores[ours].isnan()).to(sides[0].device)
@@ -349,6 +357,7 @@ class Evaluated(NamedTuple):
     dataset: Dataset
     samples: tuple[Tensor, ...]  # (items,) and (documents,) int64, a sample of each item and of each document
     embeddings: tuple[Tensor, ...]  # (items, D) and (documents, D) in host memory
+    token_dim: int = 0  # dim of a vector of a late-interaction model
 
     def rows(self, side: int, samples: Sequence[int]) -> tuple[Tensor, Tensor]:  # (k, D), (n,) bool
         """Returns the embeddings of one side of samples, and a mask of the samples that have an embedding."""
@@ -404,12 +413,13 @@ def evaluate(
         raise ValueError(f"none of {len(dataset):,} samples could be read, the first because {reason}")
     chosen = pairs.item_samples, pairs.document_samples
     if keep is not None and 4 * sum(map(len, chosen)) * sides[0].shape[1] <= KEPT_BYTES:
-        keep(Evaluated(dataset, chosen, tuple(world.gather_rows(rows).cpu() for rows in sides)))
+        keep(Evaluated(dataset, chosen, tuple(world.gather_rows(rows).cpu() for rows in sides), token_dim(pair)))
     names = name_sides(dataset.sides)
     matches = None if one_to_one else (pairs.items.to(world.device), pairs.documents.to(world.device))
     with torch.autocast(world.device.type, enabled=False):
-        result = retrieval(*sides, pairs=matches, names=names, group=group)
-        share = _loss(sides[0], sides[1], matches, pairs.ids(), pair.logit_scale if scale is None else scale, world)
+        result = retrieval(*sides, pairs=matches, names=names, group=group, token_dim=token_dim(pair))
+        scale = pair.logit_scale if scale is None else scale
+        share = _loss(sides[0], sides[1], matches, pairs.ids(), scale, world, token_dim(pair))
     if (count := pairs.count_different()) > max(len(pairs.item_samples), len(pairs.document_samples)):
         result["num_pairs"] = count
     return {**result, "clip_val_loss": world.sum([share.item()])[0] / world.size, "num_failed": len(failed)}
@@ -489,10 +499,14 @@ def _loss(
     ids: Tensor | None,  # (P,) or (P, 2)
     scale: float,
     world: World,
+    dim: int,
 ) -> Tensor:  # ()
-    """Returns CLIP's loss of this rank's pairs against all pairs. A pair belongs to the rank of its item."""
+    """Returns CLIP's loss of this rank's pairs against all pairs. A pair belongs to the rank of its item.
+
+    `dim` is the dim of a vector of a late-interaction model, or 0.
+    """
     if matches is None:
-        return clip_loss(items, documents, scale, group=world.group)
+        return _clip_loss(items, documents, scale, None, world, dim)
     first = world.row_offset(len(items))
     mine = (matches[0] >= first) & (matches[0] < first + len(items))
     columns = matches[1][mine]
@@ -501,4 +515,12 @@ def _loss(
         here = (columns >= begin) & (columns < begin + len(block))
         partners[here] = block[columns[here] - begin]
     own = items[matches[0][mine] - first]
-    return clip_loss(own, partners, scale, ids=None if ids is None else ids.to(mine.device)[mine], group=world.group)
+    return _clip_loss(own, partners, scale, None if ids is None else ids.to(mine.device)[mine], world, dim)
+
+
+def _clip_loss(items: Tensor, documents: Tensor, scale: float, ids: Tensor | None, world: World, dim: int) -> Tensor:  # ()
+    if not dim:
+        return clip_loss(items, documents, scale, ids=ids, group=world.group)
+    ids = connect(ids, world) if ids is not None and ids.dim() == 2 else ids
+    vectors = unpack(items, dim), pack(documents, dim)
+    return late_interaction_loss(*vectors, scale, ids=ids, symmetric=True, group=world.group)

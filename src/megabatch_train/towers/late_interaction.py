@@ -472,7 +472,12 @@ def describe(pair: Pair, folder: Path, weights: Mapping[str, Tensor]) -> None:
     }
     about |= {"query_length": options.query_length, "document_length": options.max_length}
     about |= {"do_query_expansion": options.query_expansion, "attend_to_expansion_tokens": options.attend_expansion}
-    about |= {"skiplist_words": list(options.skiplist), "similarity_fn_name": "MaxSim", "default_prompt_name": None}
+    known = set(texts.tokenizer.get_vocab())  # PyLate would skip unknown tokens for a word that is not in the vocabulary
+    about |= {
+        "skiplist_words": [word for word in options.skiplist if word in known],
+        "similarity_fn_name": "MaxSim",
+        "default_prompt_name": None,
+    }
     write_json(folder / ABOUT, {"model_type": "ColBERT", **about})
     write_json(folder / TEXTS, {"max_seq_length": options.max_length, "do_lower_case": False})
     write_json(folder / MODULES, modules)

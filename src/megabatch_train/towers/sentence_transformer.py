@@ -231,6 +231,7 @@ class SourceFiles:
         self._name, self._offline = name, offline
 
     def __str__(self) -> str:
+        """Returns the folder or the name."""
         return self._name
 
     def find(self, file: str, folder: str = "") -> Path | None:
@@ -316,6 +317,7 @@ def _layers(
 
 
 def read_weights(source: SourceFiles, folder: str) -> dict[str, Tensor]:
+    """Returns the weights of a module. Raises an error if it has none."""
     if (path := source.find("model.safetensors", folder)) is not None:
         safetensors = extras.load("safetensors.torch", purpose="Loading a model")
         tensors: dict[str, Tensor] = safetensors.load_file(path)
@@ -425,6 +427,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
+    """Writes a JSON file."""
     file_io.write(path, lambda file: file.write(json.dumps(content, indent=2).encode()))
 
 

@@ -31,6 +31,7 @@ from megabatch_train.data.dataset import Dataset, count_others
 from megabatch_train.data.load import WithNegatives
 from megabatch_train.data.tables import Table
 from megabatch_train.evaluation.embedding import embed
+from megabatch_train.evaluation.late_interaction import connect
 from megabatch_train.towers.late_interaction import average, pack, unpack
 from megabatch_train.towers.tower import Pair
 from megabatch_train.trainer.config import CONTRASTS, LATE, LossConfig
@@ -203,20 +204,6 @@ class Objective(nn.Module):
         """Returns the current scale and bias, for logs and for the saved model."""
         numbers = {"scale": self.log_scale.detach().exp().item()}
         return numbers if self.bias is None else {**numbers, "bias": self.bias.detach().item()}
-
-
-def connect(ids: Tensor, world: World) -> Tensor:  # (n, 2) int64 -> (n,) int64
-    """Returns one id for each pair of this rank. Pairs of the batch that a chain of shared texts connects have equal ids."""
-    columns = [torch.unique(column, return_inverse=True)[1] for column in world.gather_rows(ids).T]
-    labels = torch.arange(len(columns[0]), device=ids.device)
-    while True:
-        before = labels
-        for column in columns:
-            smallest = torch.full_like(labels, len(labels)).scatter_reduce(0, column, labels, "amin")
-            labels = smallest[column]
-        if torch.equal(labels, before):
-            first = world.row_offset(len(ids))
-            return labels[first : first + len(ids)]
 
 
 class ReadablePairs:
