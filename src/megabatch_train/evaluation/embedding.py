@@ -259,10 +259,9 @@ class InnerProducts:
 
     def __init__(self, query: Tensor, document: Tensor | None, device: torch.device | None) -> None:
         assert document is not None, "only scores contain the documents"
-        self.device = query.device if device is None else device
+        self.device, self.documents = query.device if device is None else device, len(document)
         dtype = torch.float16 if self.device.type == "cuda" else query.dtype
-        self._query, self._document = query, document.to(self.device, dtype)
-        self.dtype, self.documents = accumulator_dtype(dtype), len(document)
+        self._query, self._document, self.dtype = query, document.to(self.device, dtype), accumulator_dtype(dtype)
 
     def __len__(self) -> int:
         """The number of queries."""
@@ -312,7 +311,7 @@ def hard_negatives(
 ) -> Iterator[Tensor]:  # (n, negatives) int64 each
     """Yields the row numbers of the hard negatives of each query, best first. Missing negatives are −1.
 
-    Each yielded tensor has the negatives of several queries. On a GPU, embeddings are rounded to float16.
+    Each yielded tensor has the negatives of several queries.
 
     Args:
         query: (N, D) embeddings, or the scores of all queries and documents.
@@ -431,7 +430,7 @@ def work_folder(output: Path) -> Path:
 
 
 def targets(output: Path) -> list[Path]:
-    """Returns the files that `write` writes. For late interaction, `late_interaction.write_lengths` writes one more."""
+    """Returns the files that `write` writes."""
     return [output] if output.suffix == ".parquet" else [output.with_suffix(ending) for ending in (".json", ".jsonl", ".npy")]
 
 

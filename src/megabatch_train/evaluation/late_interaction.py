@@ -133,24 +133,24 @@ class MaxSim(InnerProducts):
 
     def __init__(self, query: "StoredTokens", document: Tokens, device: torch.device) -> None:
         assert document.lengths is not None, "stored vectors are packed"
-        self._query, self._document, self.device = query, document, device
+        self._stored, self._candidates, self.device = query, document, device
         self.dtype, self.documents = torch.float32, len(document.lengths)
 
     def __len__(self) -> int:
         """The number of queries."""
-        return self._query.done
+        return self._stored.done
 
     def of_matches(self, rows: slice, positive: Tensor) -> Tensor:  # (n,) int64 -> (n,)
         """Returns the score of each query with its own document."""
         candidates = positive[:, None].to(self.device)
-        return maxsim_scores(self._queries(rows), self._document, candidates=candidates)[:, 0]
+        return maxsim_scores(self._queries(rows), self._candidates, candidates=candidates)[:, 0]
 
     def topk(self, rows: slice, k: int, **options: Any) -> Tensor:  # (n, k) int64
         """Returns the best candidates of each query, as `maxsim_topk` does."""
-        return maxsim_topk(self._queries(rows), self._document, k, **options).indices
+        return maxsim_topk(self._queries(rows), self._candidates, k, **options).indices
 
     def _queries(self, rows: slice) -> Tokens:
-        values, _, lengths = self._query.part(range(rows.start, rows.stop))
+        values, _, lengths = self._stored.part(range(rows.start, rows.stop))
         assert lengths is not None, "stored vectors are packed"
         return Tokens(values.to(self.device), lengths=lengths.to(self.device))
 

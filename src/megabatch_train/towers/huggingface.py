@@ -170,7 +170,7 @@ def is_pair(model: Any) -> bool:
 def load(name: str, lora: LoraConfig | None = None, sizes: TokenSizes = AS_STORED, *, is_described: bool = True) -> Pair:
     """Loads encoders with weights, tokenizer and image processor from the hub or from folders. `lora` adds adapters.
 
-    `sizes` replace the sizes of images and texts in the files. Unless `is_described`, files of sentence-transformers are ignored.
+    `sizes` replace the sizes of images and texts in the files. `is_described` reads their description.
 
     The options of the pair come from the files of sentence-transformers. They are not applied yet.
     """

@@ -89,7 +89,7 @@ class LateOptions:
 
 def unpack(rows: Tensor, dim: int) -> Tokens:  # (n, L · dim)
     """Returns the vectors of rows, (n, L, dim), with a mask of the vectors that count. L is at most as large as necessary."""
-    vectors = rows.view(len(rows), -1, dim)
+    vectors = rows.view(len(rows), rows.shape[1] // dim, dim)
     mask = (vectors.detach() != 0).any(2)  # vectors have unit length, and NaN differs from 0
     longest = int((mask * torch.arange(1, mask.shape[1] + 1, device=rows.device)).amax()) if len(rows) else 1
     return Tokens(vectors[:, : max(1, longest)], mask[:, : max(1, longest)])
@@ -152,7 +152,7 @@ class TokenEncoder(TextEncoder):
             raise ValueError("query_mask or document_mask must be given")
         cache = {"use_cache": False} if self.causal and "use_cache" in self._takes else {}
         states = self.model(input_ids=input_ids, attention_mask=attention_mask, **cache).last_hidden_state  # (n, T, H)
-        vectors = F.normalize(self.layers(states.to(self.layers[0].linear.weight.dtype)), dim=-1)
+        vectors = F.normalize(self.layers(states.to(next(self.layers.parameters()).dtype)), dim=-1)
         vectors = vectors.masked_fill(~mask.bool()[..., None], 0.0)
         return F.pad(vectors, (0, 0, 0, length - vectors.shape[1])).flatten(1)
 

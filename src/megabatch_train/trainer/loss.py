@@ -191,9 +191,13 @@ class Objective(nn.Module):
             group=world.group,
         )
 
-    def summarize(self, embeddings: Tensor) -> Tensor:  # (n, D) -> (n, d)
-        """Returns one vector for each sample. For a late-interaction model it is the mean of the vectors."""
-        return average(embeddings.detach(), self.token_dim) if self.token_dim else embeddings
+    def describe(self, first: Tensor, second: Tensor) -> Tensor:  # (n, D), (n, D) -> (4,) float64
+        """Returns `pair_statistics`. For a late-interaction model they are approximate: a text is the mean of its vectors."""
+        if not self.token_dim:
+            return pair_statistics(first, second)
+        statistics = pair_statistics(*(average(side.detach(), self.token_dim) for side in (first, second)))
+        statistics[1:] *= first.shape[1] // self.token_dim  # a score is a sum over the vectors of a query
+        return statistics
 
     @torch.no_grad()
     def clamp(self) -> None:
@@ -261,7 +265,7 @@ class ReadablePairs:
             )
         if self.without_negatives == self.pairs:
             return sum((part.sum() for part in encoded), self._objective.log_scale.sum()) * 0
-        self.statistics = pair_statistics(*map(self._objective.summarize, (first, second)))
+        self.statistics = self._objective.describe(first, second)
         loss: Tensor = self._objective(first, second, ids, self._world, inputs, negatives)
         return loss
 
