@@ -39,8 +39,8 @@ LIBRARY: dict[str, set[str]] = {
 TRAIN: dict[str, set[str]] = {
     "__init__": set(),
     "data": {"cached"},
-    "towers": {"cached", "data", "integrations"},
-    "evaluation": {"cached", "data", "dispatch", "losses", "pairwise", "primitives", "tiles", "towers"},
+    "towers": {"cached", "data", "integrations", "late"},
+    "evaluation": {"cached", "data", "dispatch", "late", "losses", "pairwise", "primitives", "tiles", "towers"},
     "trainer": {"cached", "data", "evaluation", "losses", "towers"},
     "display": {"__init__", "data", "evaluation", "towers"},
     "export": {"data", "display", "evaluation", "towers"},

@@ -22,7 +22,7 @@ from megabatch_train.display import plots, report, tables
 from megabatch_train.display.report import setting
 from megabatch_train.evaluation import results
 from megabatch_train.names import PYTHON, sanitize
-from megabatch_train.towers import Pair, Tower, huggingface, lora, models, open_clip
+from megabatch_train.towers import Pair, Tower, huggingface, late_interaction, lora, models, open_clip
 from megabatch_train.towers.huggingface import PairEncoder
 from megabatch_train.towers.huggingface_inputs import HashedWords, ImageInputs, TokenInputs
 from megabatch_train.towers.late_interaction import token_dim
@@ -383,13 +383,6 @@ def clean(text):  # quotation marks, ligatures and HTML, as in training by the t
 
 tokens = processor(text=[clean("a dog’s tail")], padding=True, return_tensors="pt")
 """
-_LOAD_TOKENS = """
-from sentence_transformers import MultiVectorEncoder
-
-model = MultiVectorEncoder("{folder}")  # or pylate.models.ColBERT
-queries, documents = model.encode_query(["what do cats eat?"]), model.encode_document(["Cats eat fish.", "The sky is blue."])
-print(model.similarity(queries, documents))
-"""
 _LOAD_SENTENCES = """
 from sentence_transformers import SentenceTransformer
 
@@ -513,11 +506,7 @@ def _card_header(pair: Pair, form: str) -> str:
 def _card_about(pair: Pair, form: str, run: Path | None) -> str:
     sides = " and ".join(dict.fromkeys(tower.plural for tower in pair.towers))
     if token_dim(pair):
-        return (
-            f"Towers: `{_public_name(pair)}`. A text has a vector of {token_dim(pair)} dimensions for each token, and a score "
-            f"is the sum of the best matches of the query's vectors (MaxSim). The loss multiplies scores by "
-            f"{tables.short(pair.logit_scale)}." + (" The model was trained with megabatch." if run is not None else "")
-        )
+        return f"Towers: `{_public_name(pair)}`. {late_interaction.describe_scores(pair)}"
     bias = "" if pair.logit_bias is None else f" and adds {tables.short(pair.logit_bias)}"
     sentences = (
         f"Towers: `{_public_name(pair)}`. Embeddings of {sides} have unit length, and their similarity is the inner product."
@@ -574,7 +563,7 @@ def _card_use(pair: Pair, form: str, folder: str, *, on_hub: bool) -> list[str]:
     elif isinstance(texts, VisionLanguageInputs):
         code, prompts = write_example(pair, folder), []
     elif token_dim(pair):  # the files contain the prompts
-        return [f"```python\n{_LOAD_TOKENS.format(folder=folder).strip()}\n```"]
+        code, prompts = late_interaction.write_example(folder), []
     elif isinstance(texts, HashedWords):
         code = _LOAD_ENCODER.format(folder=folder, vocabulary=texts.vocabulary, longest=texts.longest)
     else:

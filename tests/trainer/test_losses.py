@@ -74,6 +74,10 @@ def test_each_loss_is_the_loss_of_its_name():
             objective("hcl", beta=0.5, tau_plus=0.05)(x, y, ids, ALONE, inputs, hard),
             mb.hcl_loss(x, y, scale=scale, negatives=negatives, ids=ids, beta=0.5, tau_plus=0.05),
         ),
+        "late_interaction": (
+            Objective(LossConfig("late_interaction", symmetric=True), 5.0, None, torch.float64, 4)(x, y, ids, ALONE),
+            mb.late_interaction_loss(x.view(6, 2, 4), y.view(6, 2, 4), scale, ids=ids, symmetric=True),
+        ),
         "nt_xent": (objective("nt_xent")(x, y, ids, ALONE), mb.nt_xent_loss(x, y, scale)),
         "sup_con": (
             objective("sup_con")(x, y, ids, ALONE, inputs),

@@ -20,6 +20,7 @@ from megabatch.tiles.sums import Best
 from megabatch.world import World
 from megabatch_train.data.dataset import TEXT, Dataset, ReadingProgress, UnreadableSampleError, text_id
 from megabatch_train.evaluation.embedding import device_of, embed_chunks
+from megabatch_train.towers.late_interaction import token_dim
 from megabatch_train.towers.tower import Pair, Tower
 
 LOG = logging.getLogger("megabatch")

@@ -481,3 +481,21 @@ def describe(pair: Pair, folder: Path, weights: Mapping[str, Tensor]) -> None:
     write_json(folder / ABOUT, {"model_type": "ColBERT", **about})
     write_json(folder / TEXTS, {"max_seq_length": options.max_length, "do_lower_case": False})
     write_json(folder / MODULES, modules)
+
+
+def describe_scores(pair: Pair) -> str:
+    """Returns the sentences of a model card about the vectors and the scores."""
+    return (
+        f"A text has a vector of {token_dim(pair)} dimensions for each token, and a score is the sum of the best matches of the "
+        f"query's vectors (MaxSim). The loss multiplies scores by {pair.logit_scale:.4g}."
+    )
+
+
+def write_example(folder: str) -> str:
+    """Returns code that loads a saved model and scores texts."""
+    return f"""from sentence_transformers import MultiVectorEncoder
+
+model = MultiVectorEncoder("{folder}")  # or pylate.models.ColBERT
+queries, documents = model.encode_query(["what do cats eat?"]), model.encode_document(["Cats eat fish.", "The sky is blue."])
+print(model.similarity(queries, documents))
+"""

@@ -182,12 +182,11 @@ def _count_later_bytes(
     """Returns the bytes that training allocates later for gradients, moments and embeddings."""
     parameters = {id(p): local(p) for module in modules for p in module.parameters() if p.requires_grad}
     parameter_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
-    dims = []
+    dims = 0
     for side, module in enumerate(modules):
         with torch.no_grad(), use_evaluation_mode(module):
-            output = call(module, map_rows(lambda tensor: tensor.to(device), samples(side, 1)))
-        dims.append(as_encoded(output, type(module).__name__).embeddings.shape[1])
-    return OPTIMIZER_COPIES * parameter_bytes + COPIES_OF_EMBEDDINGS * pairs * sum(dims) * 4
+            dims += as_encoded(call(module, map_rows(lambda t: t.to(device), samples(side, 1))), "a tower").embeddings.shape[1]
+    return OPTIMIZER_COPIES * parameter_bytes + COPIES_OF_EMBEDDINGS * pairs * dims * 4
 
 
 def _choose_checkpointing(
