@@ -382,6 +382,10 @@ def evaluate_corpus(
         group: process group that the corpus is sharded over (default: no sharding).
     """
     query_tower, document_tower = _towers(pair)
+    if token_dim(pair):
+        raise ValueError(
+            f"a search in a corpus needs a model with one vector per text, got the late-interaction model {pair.name!r}"
+        )
     world = World.of(group, device_of(document_tower.module))
     options: dict[str, Any] = {"chunk_size": chunk_size, "workers": workers}
     own = task.rows[_share(len(task.rows), world)]

@@ -259,13 +259,9 @@ class InnerProducts:
 
     def __init__(self, query: Tensor, document: Tensor | None, device: torch.device | None) -> None:
         assert document is not None, "only scores contain the documents"
-        self.device, self.documents = query.device if device is None else device, len(document)
+        self.device, self.queries, self.documents = query.device if device is None else device, len(query), len(document)
         dtype = torch.float16 if self.device.type == "cuda" else query.dtype
         self._query, self._document, self.dtype = query, document.to(self.device, dtype), accumulator_dtype(dtype)
-
-    def __len__(self) -> int:
-        """The number of queries."""
-        return len(self._query)
 
     def of_matches(self, rows: slice, positive: Tensor) -> Tensor:  # (n,) int64 -> (n,)
         """Returns the inner product of each of these queries with its document."""
@@ -330,7 +326,7 @@ def hard_negatives(
     others = others.to(scores.device)
     matching = None if queries is None else _MatchingDocuments(queries, positive, scores.documents)
     lowest = None if choice.min_score is None else torch.tensor(choice.min_score, dtype=scores.dtype, device=scores.device)
-    for rows in windows(slice(first, len(scores)), QUERIES_AT_ONCE):
+    for rows in windows(slice(first, scores.queries), QUERIES_AT_ONCE):
         match = scores.of_matches(rows, positive[rows])
         more = 0 if matching is None else matching.most_others(rows)
         candidates = scores.topk(

@@ -134,11 +134,7 @@ class MaxSim(InnerProducts):
     def __init__(self, query: "StoredTokens", document: Tokens, device: torch.device) -> None:
         assert document.lengths is not None, "stored vectors are packed"
         self._stored, self._candidates, self.device = query, document, device
-        self.dtype, self.documents = torch.float32, len(document.lengths)
-
-    def __len__(self) -> int:
-        """The number of queries."""
-        return self._stored.done
+        self.dtype, self.queries, self.documents = torch.float32, query.done, len(document.lengths)
 
     def of_matches(self, rows: slice, positive: Tensor) -> Tensor:  # (n,) int64 -> (n,)
         """Returns the score of each query with its own document."""

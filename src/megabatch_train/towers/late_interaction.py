@@ -486,8 +486,8 @@ def describe(pair: Pair, folder: Path, weights: Mapping[str, Tensor]) -> None:
 def describe_scores(pair: Pair) -> str:
     """Returns the sentences of a model card about the vectors and the scores."""
     return (
-        f"A text has a vector of {token_dim(pair)} dimensions for each token, and a score is the sum of the best matches of the "
-        f"query's vectors (MaxSim). The loss multiplies scores by {pair.logit_scale:.4g}."
+        f"A text has a vector of {token_dim(pair)} dimensions for each token, and a score is the sum of the best matches of "
+        f"the query's vectors (MaxSim). The loss multiplies scores by {pair.logit_scale:.4g}."
     )
 
 
