@@ -302,6 +302,26 @@ def test_search_and_its_file_agree_with_brute_force(run, monkeypatch, capsys, tm
         np.testing.assert_allclose(values, trained_scores(run)[0, order[0]], atol=1e-4)
 
 
+def test_embeddings_replace_only_their_own_lengths(run, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.save("e.lengths.npy", np.ones(3))
+    call = ["embed", str(run / "run"), "--data", str(run / "pairs.jsonl"), "--output", "e.npy"]
+    assert cli.main(call) != 0
+    assert "must replace only files that `megabatch embed` wrote, got e.lengths.npy" in capsys.readouterr().err
+    (tmp_path / "e.lengths.npy").unlink()
+    assert cli.main(call) == 0
+    assert cli.main(["embed", "small", *call[2:]]) == 0  # one vector per text
+    assert not (tmp_path / "e.lengths.npy").exists()
+
+
+def test_sides_do_not_share_the_state_of_a_tokenizer(encoder):
+    pair = load(encoder)
+    first, second = (tower.collate.__self__.tokenizer for tower in pair.towers)
+    assert first is not second
+    pair.first.collate(["bat"])
+    assert second.backend_tokenizer.padding is None
+
+
 def test_mined_negatives_agree_with_brute_force(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["mine", str(run / "run"), "--data", str(run / "pairs.jsonl"), "--negatives", "3"]) == 0

@@ -67,11 +67,12 @@ def run_embed(args: argparse.Namespace) -> int:
     """Computes the embeddings and writes the file."""
     from megabatch.world import join_world
     from megabatch_train.evaluation import embedding
-    from megabatch_train.evaluation.late_interaction import StoredTokens, locate_lengths
+    from megabatch_train.evaluation.late_interaction import StoredTokens, check_lengths, locate_lengths
     from megabatch_train.towers.late_interaction import token_dim
 
     output = Path(args.output)
     embedding.check_output(output)
+    has_lengths = output.suffix == ".npy" and check_lengths(output)
     with join_world(args.device) as world:
         if world.size > 1:
             raise ValueError(f"megabatch embed must run in one process, got {world.size}; start it without torchrun")
@@ -89,6 +90,7 @@ def run_embed(args: argparse.Namespace) -> int:
             "sides": list(dataset.sides),
             "side": side,
             "dim": args.dim,
+            **({"token_dim": token_dim(inputs.pair)} if token_dim(inputs.pair) else {}),
             "samples": embedding.digest((_identify(dataset, index, side) for index in range(len(dataset))), len(dataset)),
         }
         work = embedding.work_folder(output)
@@ -98,8 +100,8 @@ def run_embed(args: argparse.Namespace) -> int:
         rows.fill(inputs.pair.towers[side], dataset, side, chunk_size=args.chunk_size, workers=args.workers)
     if isinstance(rows, StoredTokens):
         rows.write_lengths(output)
-    else:
-        locate_lengths(output).unlink(missing_ok=True)  # of an earlier late-interaction model
+    elif has_lengths:  # of an earlier late-interaction model
+        locate_lengths(output).unlink(missing_ok=True)
     embedding.write(output, rows, (sample(dataset, index, side) for index in range(len(dataset))), about)
     unreadable = rows.count_unreadable()
     shutil.rmtree(work)

@@ -3,6 +3,7 @@
 `towers.late_interaction` describes the rows. A file contains the vectors of all texts one after another, without padding.
 """
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from megabatch.late import Tokens, maxsim_scores, maxsim_topk
 from megabatch.pairwise import PairRanks
 from megabatch.tiles.block import windows
 from megabatch.world import World
-from megabatch_train.evaluation.embedding import InnerProducts, Matches, Saved, Stored, search
+from megabatch_train.evaluation.embedding import InnerProducts, Matches, Saved, Stored, search, targets
 from megabatch_train.towers import Pair
 from megabatch_train.towers.late_interaction import pack, token_dim, unpack
 
@@ -248,8 +249,10 @@ class SavedTokens(Saved):
             yield padded.flatten(1)
 
     def _lengths(self) -> Any:
-        numpy = extras.load("numpy", purpose="Reading embeddings")
-        return numpy.load(locate_lengths(self.path), allow_pickle=False)
+        numpy, path = extras.load("numpy", purpose="Reading embeddings"), locate_lengths(self.path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{self.path} must have {path.name} in the same folder, as embed writes it")
+        return numpy.load(path, allow_pickle=False)
 
 
 def locate_lengths(output: Path) -> Path:
@@ -257,6 +260,25 @@ def locate_lengths(output: Path) -> Path:
     return output.with_name(output.stem + LENGTHS)
 
 
+def check_lengths(output: Path) -> bool:
+    """Returns whether an earlier `output` has a file of lengths. Raises an error if that file does not belong to it."""
+    path = locate_lengths(output)
+    if not os.path.lexists(path):
+        return False
+    if not _has_vectors(output):
+        raise ValueError(f"--output must replace only files that `megabatch embed` wrote, got {path}; choose another --output")
+    return True
+
+
 def open_saved(path: Path) -> Saved:
     """Opens a file of `megabatch embed`."""
-    return SavedTokens(path) if path.suffix == ".npy" and locate_lengths(path).is_file() else Saved(path)
+    return SavedTokens(path) if path.suffix == ".npy" and _has_vectors(path) else Saved(path)
+
+
+def _has_vectors(path: Path) -> bool:
+    """Returns whether the description of a file says that samples have several vectors."""
+    try:
+        about = json.loads(targets(path.with_suffix(".npy"))[0].read_text("utf-8"))
+    except (OSError, ValueError):  # the file is missing or damaged
+        return False
+    return isinstance(about, dict) and bool(about.get("token_dim"))

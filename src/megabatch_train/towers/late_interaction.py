@@ -5,6 +5,7 @@ other code for it. A row contains the vectors of a text one after another, and z
 `unpack` and `pack` convert rows to vectors.
 """
 
+import copy
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -303,7 +304,9 @@ def _build(
     if weights is not None:
         encoder.layers.load_state_dict(dict(weights))
     encoder.train(before.training)
-    inputs = [LateTexts(texts.tokenizer, given, is_query=is_query) for is_query in (True, False)]
+    # A tokenizer stores its maximum length and its padding, and threads read queries and documents at the same time.
+    tokenizers = copy.deepcopy(texts.tokenizer), texts.tokenizer
+    inputs = [LateTexts(own, given, is_query=is_query) for own, is_query in zip(tokenizers, (True, False), strict=True)]
     keep = ModelFiles(encoder.model, (inputs[1],)).write
     # All queries have the same length, and their mask tokens may count although nothing attends to them.
     first = Tower(encoder, TEXT, inputs[0].prepare, inputs[0].collate, keep)
