@@ -365,7 +365,8 @@ def test_options_are_checked(encoder, options, message):
         load(encoder, **options)
 
 
-def test_unsupported_calls_have_clear_errors(encoder, run, tmp_path):
+def test_unsupported_calls_have_clear_errors(encoder, run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="query_length is for late-interaction models"):
         towers.load(f"hf:{encoder}", TEXTS, query_length=8)
     with pytest.raises(ValueError, match=r"loss\.name must be 'late_interaction' for a model with one vector per token"):
@@ -374,5 +375,11 @@ def test_unsupported_calls_have_clear_errors(encoder, run, tmp_path):
         Objective(LossConfig("late_interaction"), 1.0, None)
     with pytest.raises(ValueError, match="--to onnx needs a model with one vector per text"):
         export.export(load(encoder), "onnx", tmp_path)
+    for option in ("--batches", "--corpus=pairs.jsonl"):
+        assert cli.main(["mine", str(run / "run"), option]) != 0
+        assert f"{option.partition('=')[0]} must not be set for a late-interaction model" in capsys.readouterr().err
+    config = ["--config", str(run / "late.toml"), "--output", str(tmp_path / "other")]
+    assert cli.main(["train", *config, "--set", "mining.every=2", "--set", "batches=mined"]) != 0
+    assert "mining.every must not be set for the loss 'late_interaction'" in capsys.readouterr().err
     with pytest.raises(ValueError, match="token_dim must be 16 or not set"):
         towers.load(f"hf:{run / 'run'}", TEXTS, token_dim=8)

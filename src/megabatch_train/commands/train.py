@@ -419,6 +419,9 @@ def _build_trainer(
     clock.end_phase("data")
     late = {"token_dim": None} if config.loss.name == LATE else {}  # None is the dim of the model's files, or else the default
     pair = towers.load(config.model, dataset.sides, lora=config.lora, **{**late, **config.model_options})
+    for name, value in (("retrieval.corpus", config.retrieval.corpus), ("mining.every", config.mining.every)):
+        if value and config.loss.name == LATE:
+            raise ValueError(f"{name} must not be set for the loss {LATE!r}, got {value!r}")
     clock.end_phase("model")
     if world.rank == 0:
         problems = (problem for source in (dataset, *validation.values()) for problem in source.problems)

@@ -243,7 +243,8 @@ def load(spec: str, lora: LoraConfig | None, sizes: TokenSizes, given: Mapping[s
         stored = described.layers[-1].out_features
         if dim not in (None, stored):
             raise ValueError(f"model_options.token_dim must be {stored} or not set for {spec!r}, got {dim!r}")
-        return _build(pair, described.layers, described.weights, {**described.options, **_without_none(given)}, is_new=False)
+        weights = described.weights if family == "hf" else None
+        return _build(pair, described.layers, weights, {**described.options, **_without_none(given)}, is_new=False)
     options = {"query_prompt": PREFIXES[0], "document_prompt": PREFIXES[1], **_without_none(given)}
     hidden = pair.second.module.model.config.hidden_size
     layer = LayerConfig("Dense", hidden, LateOptions.of(options).token_dim, False, "Identity")
