@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import megabatch as mb
 from megabatch.cached import Budget
-from megabatch_train.towers.lora import inject
+from megabatch_train.towers.layers.lora import inject
 from megabatch_train.towers.sentence_transformer import TextEncoder
 from megabatch_train.towers.tower import LoraConfig, compile_layers, compiler_settings, layers
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megabatch_train.data.dataset import IMAGE, TEXT, Dataset
-from megabatch_train.data.images import EncodedImage, decode
+from megabatch_train.data.media.images import EncodedImage, decode
 
 HELD_OUT = 1000  # number of images for the test
 TRAIN, TEST = "train", "test"  # parts: the images that are not held out, and the held-out images

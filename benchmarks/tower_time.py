@@ -33,7 +33,8 @@ from megabatch.world import World
 from megabatch_train import towers
 from megabatch_train.bench.measure import Record, arguments, chip, device_of, milliseconds, number_options, paragraphs
 from megabatch_train.display.tables import TextTable
-from megabatch_train.towers import fast_layers, tower
+from megabatch_train.towers import tower
+from megabatch_train.towers.layers import fast_layers
 from megabatch_train.towers.tokens import INPUT, count_kept
 from megabatch_train.trainer.build import autocast
 

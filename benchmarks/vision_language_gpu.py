@@ -41,7 +41,7 @@ from megabatch_train.bench.measure import (
 )
 from megabatch_train.display.tables import TextTable, cell, gib, ratio
 from megabatch_train.machine import peak_rates
-from megabatch_train.towers.lora import inject
+from megabatch_train.towers.layers.lora import inject
 from megabatch_train.towers.tokens import AS_STORED
 from megabatch_train.towers.tower import LoraConfig, Pair, set_checkpointing
 from megabatch_train.towers.vision_language import build_pair

@@ -168,7 +168,7 @@ def test_a_folder_has_at_most_twelve_modules():
 
 
 # Each limit leaves little space, so a new module is a decision: it must be an idea that no existing module owns.
-@pytest.mark.parametrize(("root", "limit"), [("megabatch", 67), ("megabatch_train", 80)])
+@pytest.mark.parametrize(("root", "limit"), [("megabatch", 67), ("megabatch_train", 83)])
 def test_a_package_has_few_files(root, limit):
     files = [path for module, path in modules().items() if module.split(".")[0] == root]
     assert len(files) <= limit
@@ -199,7 +199,7 @@ def test_a_class_name_has_one_meaning():
 
 # Questions whose answers choose a path or an engine, and the modules that may ask them.
 DECISIONS = {
-    "get_device_capability": {"megabatch.dispatch", "megabatch.kernels.plan", "megabatch_train.towers.packed"},
+    "get_device_capability": {"megabatch.dispatch", "megabatch.kernels.plan", "megabatch_train.towers.layers.packed"},
     "choose_module": {"megabatch.dispatch", "megabatch.primitives"},
     "default_engine": {"megabatch.dispatch", "megabatch.primitives", "megabatch_train.commands.small"},
 }

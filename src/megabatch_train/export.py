@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from megabatch import extras, file_io
 from megabatch_train import towers
 from megabatch_train.data import load as data
-from megabatch_train.data.audio import AudioInputs
 from megabatch_train.data.dataset import AUDIO, IMAGE
+from megabatch_train.data.media.audio import AudioInputs
 from megabatch_train.display import plots, report, tables
 from megabatch_train.display.report import setting
 from megabatch_train.evaluation import results
 from megabatch_train.names import PYTHON, sanitize
-from megabatch_train.towers import Pair, Tower, huggingface, late_interaction, lora, models, open_clip
+from megabatch_train.towers import Pair, Tower, huggingface, late_interaction, models, open_clip
 from megabatch_train.towers.huggingface import PairEncoder
 from megabatch_train.towers.huggingface_inputs import HashedWords, ImageInputs, TokenInputs
-from megabatch_train.towers.late_interaction import token_dim
+from megabatch_train.towers.layers import lora
 from megabatch_train.towers.models import TEXT_OPTIONS
 from megabatch_train.towers.open_clip import TOLERANCE
 from megabatch_train.towers.sentence_transformer import TextEncoder, write_tensors
@@ -54,7 +54,7 @@ def export_onnx(pair: Pair, folder: Path) -> None:
             f"--to onnx needs a model that takes images as pixels, got {pair.name!r}, which takes patches, and whose code "
             "depends on the number of patches; --to hf supports it"
         )
-    if token_dim(pair):
+    if late_interaction.token_dim(pair):
         raise ValueError(f"--to onnx needs a model with one vector per text, got the late-interaction model {pair.name!r}")
     if any(getattr(getattr(tower.collate, "__self__", None), "prompt_tokens", None) is not None for tower in pair.towers):
         raise ValueError(
@@ -505,7 +505,7 @@ def _card_header(pair: Pair, form: str) -> str:
 
 def _card_about(pair: Pair, form: str, run: Path | None) -> str:
     sides = " and ".join(dict.fromkeys(tower.plural for tower in pair.towers))
-    if token_dim(pair):
+    if late_interaction.token_dim(pair):
         return f"Towers: `{_public_name(pair)}`. {late_interaction.describe_scores(pair)}"
     bias = "" if pair.logit_bias is None else f" and adds {tables.short(pair.logit_bias)}"
     sentences = (
@@ -562,7 +562,7 @@ def _card_use(pair: Pair, form: str, folder: str, *, on_hub: bool) -> list[str]:
             code += _LOAD_TWO.format(pixels=pixels) + (_LOAD_TEXTS if isinstance(texts, TokenInputs) else "")
     elif isinstance(texts, VisionLanguageInputs):
         code, prompts = write_example(pair, folder), []
-    elif token_dim(pair):  # the files contain the prompts
+    elif late_interaction.token_dim(pair):  # the files contain the prompts
         code, prompts = late_interaction.write_example(folder), []
     elif isinstance(texts, HashedWords):
         code = _LOAD_ENCODER.format(folder=folder, vocabulary=texts.vocabulary, longest=texts.longest)

@@ -8,7 +8,7 @@ import torch
 
 import vision_language
 from megabatch_train import cli
-from megabatch_train.data.images import to_pillow
+from megabatch_train.data.media.images import to_pillow
 from megabatch_train.data.tables import Table
 
 pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')

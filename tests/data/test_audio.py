@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import recordings
-from megabatch_train.data import audio, load
+from megabatch_train.data import load
 from megabatch_train.data.dataset import Audio, UnreadableSampleError
+from megabatch_train.data.media import audio
 from megabatch_train.data.shards import Shards
 from megabatch_train.data.tables import Table
 from recordings import RATE, tone, wav

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megabatch.cached import ReplayMismatchError
-from megabatch_train.data import images
 from megabatch_train.data.dataset import UnreadableSampleError
-from megabatch_train.data.images import EncodedImage, RandomCrop, TrainingImages
 from megabatch_train.data.loader import ReaderProcesses
+from megabatch_train.data.media import images
+from megabatch_train.data.media.images import EncodedImage, RandomCrop, TrainingImages
 from photos import Files, picture, resized, stored
 
 Image = pytest.importorskip("PIL.Image", reason="images are made with Pillow")

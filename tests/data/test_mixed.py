@@ -8,8 +8,8 @@ import torch
 import vision_language
 from megabatch_train.data import load
 from megabatch_train.data.dataset import MIXED, TEXT, Content
-from megabatch_train.data.images import EncodedImage, to_pillow
 from megabatch_train.data.load import WithNegatives
+from megabatch_train.data.media.images import EncodedImage, to_pillow
 from megabatch_train.data.tables import Table, split_mixed
 from megabatch_train.evaluation import embed
 

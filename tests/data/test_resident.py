@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from megabatch.cached.replay import sample_seed
 from megabatch_train.data.dataset import Dataset, UnreadableSampleError
-from megabatch_train.data.images import RandomCrop, TrainingImages
 from megabatch_train.data.load import Mix
+from megabatch_train.data.media.images import RandomCrop, TrainingImages
 from megabatch_train.data.resident import Resident, uniform
 
 TRAINING = TrainingImages(RandomCrop((24, 24), area=(0.3, 1.0), flip=True), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "pixels")

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megabatch_train import cli, towers
-from megabatch_train.data import images
+from megabatch_train.data.media import images
 from megabatch_train.evaluation import encode
 from megabatch_train.evaluation.suites import IMAGENET, MtebEncoder, clip_benchmark_model
 

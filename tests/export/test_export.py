@@ -11,7 +11,7 @@ import torch
 
 from megabatch_train import towers
 from megabatch_train.commands import find_command
-from megabatch_train.data.images import to_pillow
+from megabatch_train.data.media.images import to_pillow
 from megabatch_train.evaluation import encode
 from megabatch_train.towers import models
 

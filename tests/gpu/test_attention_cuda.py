@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megabatch_train.towers import fast_layers
+from megabatch_train.towers.layers import fast_layers
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import megabatch as mb
-from megabatch_train.data.images import RandomCrop, TrainingImages
+from megabatch_train.data.media.images import RandomCrop, TrainingImages
 from photos import Files, picture, stored
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import decoders
 import megabatch as mb
 from decoders import Loss, Way
 from megabatch.world import World
-from megabatch_train.towers import packed as packed_texts
+from megabatch_train.towers.layers import packed as packed_texts
 from megabatch_train.trainer.config import MemoryConfig
 from megabatch_train.trainer.step import choose_fit
 

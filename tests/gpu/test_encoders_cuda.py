@@ -9,8 +9,8 @@ import encoders
 import megabatch as mb
 from encoders import encoder, gradients
 from megabatch.world import World
-from megabatch_train.towers import packed as packed_texts
 from megabatch_train.towers import tower as blocks
+from megabatch_train.towers.layers import packed as packed_texts
 
 pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ from torch import nn
 import runs
 from megabatch import ClipLoss, HostSource
 from megabatch.world import World
-from megabatch_train.towers.fast_layers import replace_patch_convolutions
+from megabatch_train.towers.layers.fast_layers import replace_patch_convolutions
 from megabatch_train.towers.tower import Pair, Tower, compile_towers, compiler_settings
 
 # The compiler imports modules that use what PyTorch has deprecated, and recommends TF32, which would round float32 steps.

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from megabatch_train.towers.lora import inject
+from megabatch_train.towers.layers.lora import inject
 from megabatch_train.towers.sentence_transformer import TextEncoder
 from megabatch_train.towers.tower import LoraConfig, set_checkpointing
 

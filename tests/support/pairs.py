@@ -79,7 +79,7 @@ def features(model, folder):
     """The embeddings of `images()` and `TEXTS` as the documentation of transformers computes them."""
     import transformers
 
-    from megabatch_train.data.images import to_pillow
+    from megabatch_train.data.media.images import to_pillow
 
     read = transformers.AutoImageProcessor.from_pretrained(folder)
     pixels = read(images=[to_pillow(image) for image in images()], return_tensors="pt")

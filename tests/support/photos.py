@@ -5,9 +5,9 @@ import io
 import torch
 import torch.nn.functional as F
 
-from megabatch_train.data import images
 from megabatch_train.data.dataset import Dataset
-from megabatch_train.data.images import EncodedImage
+from megabatch_train.data.media import images
+from megabatch_train.data.media.images import EncodedImage
 
 
 def picture(seed, height, width):

@@ -14,7 +14,7 @@ import runs
 from megabatch.world import World
 from megabatch_train import towers
 from megabatch_train.data.dataset import Dataset
-from megabatch_train.data.images import TrainingImages
+from megabatch_train.data.media.images import TrainingImages
 from megabatch_train.trainer.loop import Trainer
 
 SIZE = 24  # pixels of an image

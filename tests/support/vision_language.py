@@ -118,7 +118,7 @@ def batch(queries, negatives):
 
 def adapted(family="qwen2_vl", lora=2, dropout=0.0):
     """A pair in float64 with adapters that change its embeddings."""
-    from megabatch_train.towers.lora import inject
+    from megabatch_train.towers.layers.lora import inject
     from megabatch_train.towers.tokens import AS_STORED
     from megabatch_train.towers.tower import LoraConfig
     from megabatch_train.towers.vision_language import build_pair

@@ -27,7 +27,7 @@ from megabatch.operators import dense, one_gpu
 from megabatch.tiles import eager, plan
 from megabatch.tiles.block import HALF_DTYPE, TRITON, Block, ColumnGradients, Needs
 from megabatch.tiles.sums import LogSum
-from megabatch_train.towers import attention_kernels
+from megabatch_train.towers.layers import attention_kernels
 
 SHARED_MEMORY = {capability: generation.shared_memory for capability, generation in kernel_plan.GENERATIONS.items()}
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers import leaves
-from megabatch_train.towers import fast_layers
-from megabatch_train.towers.fast_layers import PackedAttention, replace_self_attention
+from megabatch_train.towers.layers import fast_layers
+from megabatch_train.towers.layers.fast_layers import PackedAttention, replace_self_attention
 
 
 def causal_mask(tokens):
@@ -103,7 +103,7 @@ def test_other_layers_are_not_replaced(layer):
 )
 def test_the_kernel(samples, tokens, heads, dim, causal):
     """float16 in the interpreter: at most twice the error of PyTorch's attention in float16, against float64."""
-    kernels = pytest.importorskip("megabatch_train.towers.attention_kernels")
+    kernels = pytest.importorskip("megabatch_train.towers.layers.attention_kernels")
     generator = torch.Generator().manual_seed(0)
     projected = torch.randn(samples, tokens, 3 * heads * dim, generator=generator).half()
     weights = torch.randn(samples, tokens, heads * dim, generator=generator).half()

@@ -12,7 +12,7 @@ import megabatch as mb
 import runs
 from megabatch.world import World
 from megabatch_train.towers import tower as blocks
-from megabatch_train.towers.fast_layers import PatchConv2d
+from megabatch_train.towers.layers.fast_layers import PatchConv2d
 from megabatch_train.towers.tower import Pair, Tower
 
 QUICK = {"backend": "aot_eager"}  # traces and differentiates as always, and compiles nothing

@@ -15,7 +15,7 @@ from megabatch.world import World
 from megabatch_train import towers
 from megabatch_train.evaluation import encode
 from megabatch_train.export import export
-from megabatch_train.towers import packed as packed_texts
+from megabatch_train.towers.layers import packed as packed_texts
 from megabatch_train.towers.sentence_transformer import POOLINGS, TextEncoder
 from megabatch_train.towers.tower import LoraConfig
 from megabatch_train.trainer import build

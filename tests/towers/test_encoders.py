@@ -14,8 +14,8 @@ from megabatch.world import World
 from megabatch_train import settings, towers
 from megabatch_train.data import load as data
 from megabatch_train.evaluation import encode
-from megabatch_train.towers import packed as packed_texts
 from megabatch_train.towers import tower as blocks
+from megabatch_train.towers.layers import packed as packed_texts
 from megabatch_train.towers.sentence_transformer import TextEncoder
 from megabatch_train.trainer import config as configs
 from megabatch_train.trainer.loop import Trainer

@@ -13,7 +13,8 @@ from megabatch.world import World
 from megabatch_train import towers
 from megabatch_train.evaluation import encode
 from megabatch_train.export import export
-from megabatch_train.towers import lora, tower
+from megabatch_train.towers import tower
+from megabatch_train.towers.layers import lora
 from megabatch_train.towers.tower import LoraConfig
 from megabatch_train.trainer import build
 

@@ -72,7 +72,7 @@ def test_cached_gradients_of_training_images_are_the_librarys(tmp_path, family):
     inputs = pair.first.training_images.normalize(pixels.float())
     inputs = {key: value.double() for key, value in inputs.items()}
     mb.cached_backward(loss, [(encoder, inputs), (encoder, texts)], chunk_size=2)
-    from megabatch_train.data.images import to_pillow
+    from megabatch_train.data.media.images import to_pillow
 
     prepared = pairs.processor(family)(images=[to_pillow(image) for image in pixels], return_tensors="pt")
     prepared = {key: value.double() if key == "pixel_values" else value for key, value in prepared.items()}
@@ -202,7 +202,7 @@ def test_onnx(tmp_path, family):
     exec((tmp_path / "onnx" / "README.md").read_text().partition("```python\n")[2].partition("```")[0], names)
     pair = towers.load(f"hf:{tmp_path / 'model'}")
     same([torch.as_tensor(names["embed_texts"](TEXTS))], embeddings(pair)[1:], 1e-5)
-    from megabatch_train.data.images import to_pillow
+    from megabatch_train.data.media.images import to_pillow
 
     found = names["embed_images"]([to_pillow(image) for image in pairs.images()])
     same([torch.as_tensor(found)], embeddings(pair)[:1], 1e-5)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from helpers import leaves
-from megabatch_train.towers.fast_layers import PatchConv2d, replace_patch_convolutions
+from megabatch_train.towers.layers.fast_layers import PatchConv2d, replace_patch_convolutions
 
 
 def both(*arguments, dtype=torch.float64, **options):

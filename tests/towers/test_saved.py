@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megabatch_train import towers
-from megabatch_train.data.images import Augmentation
+from megabatch_train.data.media.images import Augmentation
 from megabatch_train.evaluation import encode
 from megabatch_train.towers import huggingface
 from megabatch_train.towers.models import WEIGHTS, anchor

@@ -12,7 +12,7 @@ from megabatch_train import towers
 from megabatch_train.evaluation import encode
 from megabatch_train.export import export
 from megabatch_train.towers import tokens
-from megabatch_train.towers.lora import LoraConfig as Lora
+from megabatch_train.towers.layers.lora import LoraConfig as Lora
 
 IMAGES = [torch.randint(0, 256, (3, 50, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
 TEXTS = ["a dog " * 30, "a cat"]

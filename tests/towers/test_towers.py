@@ -7,9 +7,9 @@ import torch
 
 import megabatch as mb
 from megabatch_train import towers
-from megabatch_train.data import images
 from megabatch_train.data.dataset import Dataset
-from megabatch_train.data.images import AUGMENT_NUMBERS, Augmentation, leave_unchanged
+from megabatch_train.data.media import images
+from megabatch_train.data.media.images import AUGMENT_NUMBERS, Augmentation, leave_unchanged
 from megabatch_train.evaluation import embed, encode, evaluate
 from megabatch_train.towers import small
 from megabatch_train.towers.small import SmallConfig
@@ -184,7 +184,7 @@ def test_open_clip_is_what_open_clip_computes():
     assert pair.logit_scale == pytest.approx(1 / 0.07, rel=1e-5)
     images, names = embed(pair.first, data, 0, range(2)), encode(pair.second, ["a red square", ""])
     transform = open_clip.image_transform(model.visual.image_size, is_train=False)
-    from megabatch_train.data.images import to_pillow
+    from megabatch_train.data.media.images import to_pillow
 
     expected = torch.stack([transform(to_pillow(data.read(i, 0))) for i in range(2)])
     model.eval()

@@ -13,7 +13,7 @@ from decoders import Loss
 from megabatch.world import World
 from megabatch_train import towers
 from megabatch_train.data.dataset import IMAGE, MIXED, TEXT, Content, UnreadableSampleError
-from megabatch_train.data.images import EncodedImage, to_pillow
+from megabatch_train.data.media.images import EncodedImage, to_pillow
 from megabatch_train.evaluation import encode
 from megabatch_train.export import export
 from megabatch_train.planning.models import model as plan_model

@@ -14,8 +14,9 @@ from torch import nn
 import runs
 from helpers import PATIENCE
 from megabatch.world import World
-from megabatch_train.data import images, loader
-from megabatch_train.data.images import RandomCrop, TrainingImages
+from megabatch_train.data import loader
+from megabatch_train.data.media import images
+from megabatch_train.data.media.images import RandomCrop, TrainingImages
 from megabatch_train.data.shards import Shards
 from megabatch_train.towers.tower import Pair, Tower
 from megabatch_train.trainer import loop

@@ -12,7 +12,7 @@ from megabatch_train import towers
 from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import encode
 from megabatch_train.towers import models
-from megabatch_train.towers.lora import LoraConfig
+from megabatch_train.towers.layers.lora import LoraConfig
 from megabatch_train.trainer.health import StoppedError
 from megabatch_train.trainer.run import load_checkpoint, load_newest
 

@@ -110,7 +110,7 @@ def read_sample(dataset: Dataset, index: int) -> Reading:
 
 
 def _read_side(value: Any) -> Side:
-    from megabatch_train.data.images import EncodedImage, decode
+    from megabatch_train.data.media.images import EncodedImage, decode
 
     if isinstance(value, str):
         return Side(_digest(value.encode("utf-8", "surrogatepass")), (len(value), len(value.split())))

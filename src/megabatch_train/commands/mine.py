@@ -383,7 +383,7 @@ class Mine:
 
     def _read_image(self, index: int) -> dict[str, Any] | None:
         """Returns an image and its name, or None if it cannot be read. A drawing of the demo data is converted to PNG."""
-        from megabatch_train.data import images
+        from megabatch_train.data.media import images
         from megabatch_train.evaluation.embedding import read_stored_or_none
 
         image = read_stored_or_none(self.dataset, index, 0)

@@ -317,8 +317,8 @@ class Embeddings:
 
     def show(self, match: Match, side: int) -> Found:
         """Returns the image if its file can be read, or else its text."""
-        from megabatch_train.data import images
         from megabatch_train.data.dataset import UnreadableSampleError
+        from megabatch_train.data.media import images
         from megabatch_train.display.plots import Found
 
         text = match.text or match.name or ""
@@ -443,8 +443,8 @@ def _load_source(args: argparse.Namespace, device: torch.device) -> tuple[Pair, 
 
 def _parse_query(text: str) -> Shown | Audio:
     """Returns the image or recording if the file exists, or else the text. An empty text and a missing file are errors."""
-    from megabatch_train.data import audio, images
     from megabatch_train.data.dataset import UnreadableSampleError
+    from megabatch_train.data.media import audio, images
     from megabatch_train.data.rows import ENDINGS
 
     if not text.strip():

@@ -21,7 +21,7 @@ from megabatch_train.data.loader import Mixture
 LOG = logging.getLogger("megabatch")
 
 if TYPE_CHECKING:
-    from megabatch_train.data.images import TrainingImages
+    from megabatch_train.data.media.images import TrainingImages
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A progress log for work on many samples or files.

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megabatch import extras
-from megabatch_train.data import images, paths
+from megabatch_train.data import paths
 from megabatch_train.data.dataset import TEXT, Dataset, number_values
+from megabatch_train.data.media import images
 
 LOG = logging.getLogger("megabatch")
 

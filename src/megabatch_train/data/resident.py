@@ -14,7 +14,7 @@ from megabatch.cached.replay import sample_seed
 from megabatch.cached.sources import Source, Span, TensorSource
 from megabatch.cached.streaming import close_at_the_end, map_rows, tensors
 from megabatch_train.data.dataset import TEXT, Dataset, Part, Preparation, first_places
-from megabatch_train.data.images import CROP_NUMBERS, TrainingImages
+from megabatch_train.data.media.images import CROP_NUMBERS, TrainingImages
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Random numbers of many samples at once, computed on their device. They are bitwise identical to the results of `sample_seed`.

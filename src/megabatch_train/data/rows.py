@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megabatch import extras, file_io
-from megabatch_train.data import audio, images, paths
+from megabatch_train.data import paths
 from megabatch_train.data.dataset import (
     AUDIO,
     FILE,
@@ -31,6 +31,7 @@ from megabatch_train.data.dataset import (
     UnreadableSampleError,
     number_values,
 )
+from megabatch_train.data.media import audio, images
 from megabatch_train.data.paths import Place, RemoteError, identity, read_file
 from megabatch_train.names import TABLES
 

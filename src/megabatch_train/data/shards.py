@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch_train.data import audio, images
 from megabatch_train.data import paths as cache
 from megabatch_train.data.dataset import AUDIO, IMAGE, TEXT, Dataset, ReadingProgress, UnreadableSampleError, text_id
+from megabatch_train.data.media import audio, images
 from megabatch_train.data.paths import OpenFiles, Place, RemoteError, Url, check_regular, expand_pattern, identity
 from megabatch_train.data.rows import parse_json
 from megabatch_train.names import sanitize

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch_train.data import audio, images
 from megabatch_train.data.dataset import (
     AUDIO,
     FILE,
@@ -27,6 +26,7 @@ from megabatch_train.data.dataset import (
     number_values,
     relate,
 )
+from megabatch_train.data.media import audio, images
 from megabatch_train.data.paths import (
     OpenFiles,
     Place,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import megabatch
 from megabatch import extras, file_io
-from megabatch_train.data.images import to_pillow
+from megabatch_train.data.media.images import to_pillow
 from megabatch_train.display import tables
 from megabatch_train.display.tables import TextTable
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megabatch import extras, file_io
 from megabatch_train.data import load as data
 from megabatch_train.data.dataset import MIXED, TEXT, Content, Dataset, UnreadableSampleError
-from megabatch_train.data.images import decode_content, to_pillow
+from megabatch_train.data.media.images import decode_content, to_pillow
 from megabatch_train.display import plots, tables
 from megabatch_train.display.observers import REPORT
 from megabatch_train.display.plots import Found, Shown

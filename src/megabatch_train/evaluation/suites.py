@@ -9,8 +9,8 @@ from torch import Tensor
 from megabatch import extras
 from megabatch.cached.streaming import map_rows
 from megabatch.cached.tower import call
-from megabatch_train.data import images
 from megabatch_train.data.dataset import IMAGE, TEXT, blank
+from megabatch_train.data.media import images
 from megabatch_train.evaluation.embedding import device_of, encode
 from megabatch_train.towers.tower import Pair, Tower, use_evaluation_mode
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from megabatch import extras
 from megabatch_train.names import MODELS, PYTHON
 from megabatch_train.planning.gpus import STAND_IN, number
-from megabatch_train.towers.lora import store_frozen
+from megabatch_train.towers.layers.lora import store_frozen
 from megabatch_train.towers.small import SmallConfig, SmallImageTower, SmallTextTower
 from megabatch_train.towers.tokens import INPUT, check_dropout, count_kept
 from megabatch_train.towers.tower import LoraConfig, flops
@@ -344,7 +344,7 @@ def _huggingface(spec: str, image_size: int | None, length: int | None, lora: in
 
 def _freeze_unused(sides: tuple[ModelSide, ModelSide]) -> None:
     """Freezes unused parameters as `towers.load` does. Use it inside `nowhere`."""
-    from megabatch_train.towers.lora import freeze_unused
+    from megabatch_train.towers.layers.lora import freeze_unused
 
     for module in {id(side.module): side.module for side in sides}.values():
         freeze_unused(module, *(side.inputs(2) for side in sides if side.module is module))

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from megabatch import extras
 from megabatch.cached.sources import from_mask
-from megabatch_train.data.audio import AudioInputs
 from megabatch_train.data.dataset import AUDIO, blank
+from megabatch_train.data.media.audio import AudioInputs
 from megabatch_train.towers import sentence_transformer, vision_language
 from megabatch_train.towers.huggingface_inputs import (
     HashedWords,
@@ -44,7 +44,7 @@ from megabatch_train.towers.huggingface_inputs import (
     takes_audio,
     texts_of,
 )
-from megabatch_train.towers.lora import ADAPTER_WEIGHTS, check_targets, freeze_unused, inject, quantization_options
+from megabatch_train.towers.layers.lora import ADAPTER_WEIGHTS, check_targets, freeze_unused, inject, quantization_options
 from megabatch_train.towers.sentence_transformer import (
     POOLINGS,
     LayerConfig,

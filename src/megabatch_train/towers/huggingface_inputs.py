@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import extras
-from megabatch_train.data.audio import AudioInputs
-from megabatch_train.data.images import RandomCrop, TrainingImages, fit_to_square, leave_unchanged, to_pillow
-from megabatch_train.towers.packed import first_position
+from megabatch_train.data.media.audio import AudioInputs
+from megabatch_train.data.media.images import RandomCrop, TrainingImages, fit_to_square, leave_unchanged, to_pillow
+from megabatch_train.towers.layers.packed import first_position
 from megabatch_train.towers.small import n_grams, pad
 from megabatch_train.towers.tokens import pair_of
 from megabatch_train.towers.tower import allows_remote_code

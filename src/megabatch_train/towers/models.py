@@ -24,11 +24,11 @@ from megabatch_train.towers import (
     huggingface,
     huggingface_inputs,
     late_interaction,
-    lora,
     open_clip,
     small,
     vision_language,
 )
+from megabatch_train.towers.layers import lora
 from megabatch_train.towers.sentence_transformer import FileOptions, LayerConfig, TextEncoder, layer_configs, write_tensors
 from megabatch_train.towers.tokens import TokenSizes, check_dropout
 from megabatch_train.towers.tower import SIDES, LoraConfig, Pair

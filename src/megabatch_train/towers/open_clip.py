@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from megabatch import extras, file_io
 from megabatch.integrations.open_clip import CausalTexts
-from megabatch_train.data.images import RandomCrop, TrainingImages, to_pillow
-from megabatch_train.towers.lora import check_targets, freeze_unused, inject, merge_adapters
+from megabatch_train.data.media.images import RandomCrop, TrainingImages, to_pillow
+from megabatch_train.towers.layers.lora import check_targets, freeze_unused, inject, merge_adapters
 from megabatch_train.towers.tokens import AS_STORED, TokenSizes, check_image_size, take_dropout, tokens_of_open_clip
 from megabatch_train.towers.tower import (
     LoraConfig,

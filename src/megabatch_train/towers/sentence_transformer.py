@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import extras, file_io
-from megabatch_train.towers.packed import Packed, disable_packing, enable_packing, first_position
+from megabatch_train.towers.layers.packed import Packed, disable_packing, enable_packing, first_position
 
 LOG = logging.getLogger("megabatch")
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch_train import settings
-from megabatch_train.data.images import Augmentation, fit_to_square, leave_unchanged
+from megabatch_train.data.media.images import Augmentation, fit_to_square, leave_unchanged
 from megabatch_train.towers.tower import Tower
 
 _WORD = re.compile(r"\w+|[^\w\s]")

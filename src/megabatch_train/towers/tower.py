@@ -23,9 +23,9 @@ from megabatch.cached.streaming import map_rows
 from megabatch.cached.tower import as_encoded, call
 from megabatch.world import World
 from megabatch_train.data.dataset import AUDIO, IMAGE
-from megabatch_train.data.images import TrainingImages
+from megabatch_train.data.media.images import TrainingImages
 from megabatch_train.machine import ran_out_of_memory
-from megabatch_train.towers.fast_layers import replace_patch_convolutions, replace_self_attention
+from megabatch_train.towers.layers.fast_layers import replace_patch_convolutions, replace_self_attention
 from megabatch_train.towers.tokens import ImageTokens
 
 LOG = logging.getLogger("megabatch")

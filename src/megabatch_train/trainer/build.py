@@ -25,7 +25,7 @@ from megabatch.world import World, local
 from megabatch_train import names
 from megabatch_train.machine import peak_rates
 from megabatch_train.towers.late_interaction import token_dim
-from megabatch_train.towers.lora import store_frozen
+from megabatch_train.towers.layers.lora import store_frozen
 from megabatch_train.towers.tower import (
     SIDES,
     FlopCounter,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megabatch import extras
 from megabatch.cached import second_pass
 from megabatch.world import World, is_sharded
-from megabatch_train.towers.lora import find_trained
+from megabatch_train.towers.layers.lora import find_trained
 from megabatch_train.trainer.build import Average
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from megabatch_train import machine, settings, towers
 from megabatch_train.evaluation import results
 from megabatch_train.names import redact
 from megabatch_train.towers import custom, models
-from megabatch_train.towers.lora import store_frozen
+from megabatch_train.towers.layers.lora import store_frozen
 from megabatch_train.towers.open_clip import quiet, split_name
 from megabatch_train.towers.tower import SIDES, Pair
 from megabatch_train.trainer.build import AUTOCAST_TYPES, unique_modules

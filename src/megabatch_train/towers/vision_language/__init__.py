@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megabatch import extras
 from megabatch.world import is_sharded
 from megabatch_train.data.dataset import IMAGE, MIXED, TEXT, Content
-from megabatch_train.towers.lora import freeze_unused
+from megabatch_train.towers.layers.lora import freeze_unused
 from megabatch_train.towers.sentence_transformer import (
     LAST,
     POOLINGS,
@@ -285,7 +285,7 @@ def describe(pair: Pair, folder: Path) -> None:
 _EXAMPLE = """
 from megabatch_train import towers
 from megabatch_train.data.dataset import Content
-from megabatch_train.data.images import to_tensor
+from megabatch_train.data.media.images import to_tensor
 from megabatch_train.evaluation import encode
 from PIL import Image
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megabatch import extras
 from megabatch_train.data.dataset import Content, UnreadableSampleError
-from megabatch_train.data.images import EncodedImage, to_pillow
+from megabatch_train.data.media.images import EncodedImage, to_pillow
 from megabatch_train.towers.huggingface_inputs import longest
 
 # Data-loader workers prepare one sample at a time: tokens, and the patches of the resized image as bytes, which take an

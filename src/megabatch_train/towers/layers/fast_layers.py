@@ -150,7 +150,7 @@ def attend(projected: Tensor, heads: int, *, causal: bool = False) -> Tensor:  #
 
 
 def _kernels() -> ModuleType:
-    from megabatch_train.towers import attention_kernels  # imports Triton
+    from megabatch_train.towers.layers import attention_kernels  # imports Triton
 
     return attention_kernels
 

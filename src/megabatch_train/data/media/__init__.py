@@ -1,0 +1,1 @@
+"""Images and recordings: decoding, and random crops for training."""
