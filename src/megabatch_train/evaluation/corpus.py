@@ -111,6 +111,10 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         raise ValueError(f'{where} must be a JSON object with a "text", got {line[:80]!r}')
     if not isinstance(record.get("title") or "", str):
         raise ValueError(f'{where} must have a string as "title", got {record["title"]!r}')
+    try:
+        "".join(str(record.get(key)) for key in ("_id", "id", "title", "text")).encode()
+    except UnicodeEncodeError as error:  # JSON can escape a single surrogate, but no tokenizer accepts one
+        raise ValueError(f"{where} must be Unicode text, got half of a surrogate pair") from error
     return record
 
 
@@ -135,8 +139,18 @@ def read_judgments(path: Path) -> Judgments:
     """
     if not path.is_file():
         raise FileNotFoundError(f"--qrels must be a file, but there is no file {path}")
+    try:
+        judgments = _parse_judgments(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--qrels must be UTF-8 text, got {path}: {error}") from error
+    if not judgments:
+        raise ValueError(f"--qrels must have at least one judgment, got none in {path}")
+    return judgments
+
+
+def _parse_judgments(path: Path) -> Judgments:
     judgments: Judgments = {}
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             tabs = line.rstrip("\r\n").split("\t")
             cells = tabs if len(tabs) >= 3 else line.split()  # an id of BEIR may contain spaces
@@ -157,16 +171,15 @@ def read_judgments(path: Path) -> Judgments:
                     f"--qrels must judge a document once for a query, got {before} and {value} for {query} and {document} in "
                     f"{path}"
                 )
-    if not judgments:
-        raise ValueError(f"--qrels must have at least one judgment, got none in {path}")
     return judgments
 
 
 def _as_int(text: str) -> int | None:
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         return None
+    return value if abs(value) < 2**63 else None  # tensors have 64 bits
 
 
 @dataclass(frozen=True)
