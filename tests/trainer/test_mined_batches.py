@@ -1,5 +1,6 @@
 """Runs with batches of groups or of one source: resumed runs, ranks, new groups during a run, and settings that do not fit."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from megabatch_train import cli
 from megabatch_train.data import batches
 from megabatch_train.data.load import Mix
 from megabatch_train.evaluation import results
+from megabatch_train.trainer import loop
 from megabatch_train.trainer.config import TrainConfig, anchor_paths
 from megabatch_train.trainer.health import StoppedError
 from megabatch_train.trainer.stages import MINED
@@ -120,6 +122,39 @@ def test_new_groups_within_an_epoch_repeat_no_sample(tmp_path):
         assert len(torch.unique(samples)) == 36
     _, plain = finish(tmp_path / "random", {"steps": 6, "ema": 0.9})
     assert not torch.equal(torch.cat([plain[number] for number in range(6)]), torch.cat([seen[number] for number in range(6)]))
+
+
+def test_an_epoch_that_continues_in_another_stage_repeats_no_sample(tmp_path, monkeypatch):
+    """The last steps keep all patches, as with `schedule.unmask_fraction`: stages with one schedule share their epochs."""
+    plan = loop.plan_stages
+
+    def plan_two(*arguments):
+        (whole,) = plan(*arguments)
+        return [dataclasses.replace(whole, stop=5), dataclasses.replace(whole, first=5)]
+
+    monkeypatch.setattr(loop, "plan_stages", plan_two)
+    _, seen = finish(tmp_path, {**MINING, "mining": {"every": 4, "group_size": 4, "neighbors": 6}, "steps": 6})
+    assert len(torch.unique(torch.cat([seen[number] for number in (3, 4, 5)]))) == 36
+
+
+def test_a_checkpoint_of_another_folder_replaces_the_groups_of_this_folder(tmp_path):
+    changes = {**MINING, "checkpoint": {"every": 2, "keep": 10}}
+    finish(tmp_path / "one", {**changes, "steps": 4})
+    finish(tmp_path / "two", {**changes, "mining": {"every": 4, "group_size": 4, "neighbors": 6}, "steps": 6})
+    made = runs.trainer(tmp_path / "two", changes)
+    assert made.resume(tmp_path / "one" / "checkpoints" / "step_00000004")
+    assert [path.stem for path in (tmp_path / "two" / MINED).iterdir()] == ["step_00000003"]
+
+
+def test_a_new_run_needs_its_file_of_groups(tmp_path):
+    """A killed run has left groups in the folder, and no checkpoint."""
+    path = tmp_path / "groups.safetensors"
+    batches.write_groups(path, {"groups": torch.arange(40) % 10}, {"samples": batches.fingerprint(runs.Numbers())})
+    changes = {"batches": "mined", "batch_groups": str(path), "steps": 3}
+    runs.trainer(tmp_path / "run", changes)._miner.start()
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        finish(tmp_path / "run", changes)
 
 
 def test_batches_have_whole_groups_of_hard_negatives(tmp_path):
