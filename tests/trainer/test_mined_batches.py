@@ -259,9 +259,11 @@ def test_commands_mine_groups_and_train_with_them(tmp_path, monkeypatch, capsys)
         rows = [json.dumps({"_id": f"{name[0]}{i}", "text": line[key]}) for i, line in enumerate(lines)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     (tmp_path / "qrels").mkdir()
-    (tmp_path / "qrels" / "test.tsv").write_text("".join(f"q{i} 0 c{i} 1\n" for i in range(12)))
     options = ["--batches", "mined", "--batch-groups", "batches.safetensors", "--steps", "4", "--output", "run"]
     settings = ["--set", "retrieval.corpus=corpus.jsonl", "--evaluate-every", "2"]
+    assert word_pairs.call(*options, *settings) == 1
+    assert "retrieval.qrels must be a file, but there is no file" in capsys.readouterr().err
+    (tmp_path / "qrels" / "test.tsv").write_text("".join(f"q{i} 0 c{i} 1\n" for i in range(12)))
     assert word_pairs.call(*options, *settings) == 0
     run = results.read_run("run")
     assert [one["step"] for one in run.evaluations] == [2, 4]

@@ -131,24 +131,24 @@ def _identify(record: dict[str, Any], where: str) -> str:
 Judgments = dict[str, dict[str, int]]
 
 
-def read_judgments(path: Path) -> Judgments:
-    """Reads a file of judgments.
+def read_judgments(path: Path, option: str = "--qrels") -> Judgments:
+    """Reads a file of judgments. Messages name the file by `option`.
 
     A file of BEIR has a header, and then lines with query-id, corpus-id and score. A file of TREC has lines with a query, an
     iteration, a document and its relevance.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"--qrels must be a file, but there is no file {path}")
+        raise FileNotFoundError(f"{option} must be a file, but there is no file {path}")
     try:
-        judgments = _parse_judgments(path)
+        judgments = _parse_judgments(path, option)
     except UnicodeDecodeError as error:
-        raise ValueError(f"--qrels must be UTF-8 text, got {path}: {error}") from error
+        raise ValueError(f"{option} must be UTF-8 text, got {path}: {error}") from error
     if not judgments:
-        raise ValueError(f"--qrels must have at least one judgment, got none in {path}")
+        raise ValueError(f"{option} must have at least one judgment, got none in {path}")
     return judgments
 
 
-def _parse_judgments(path: Path) -> Judgments:
+def _parse_judgments(path: Path, option: str) -> Judgments:
     judgments: Judgments = {}
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
@@ -161,14 +161,14 @@ def _parse_judgments(path: Path) -> Judgments:
                 continue  # the header
             if len(cells) not in (3, 4) or value is None:
                 raise ValueError(
-                    f"--qrels must have lines with a query, a document and a whole number, got {line.rstrip()!r} in line "
+                    f"{option} must have lines with a query, a document and a whole number, got {line.rstrip()!r} in line "
                     f"{number:,} of {path}"
                 )
             query, document = cells[0], cells[-2]
             before = judgments.setdefault(query, {}).setdefault(document, value)
             if before != value:
                 raise ValueError(
-                    f"--qrels must judge a document once for a query, got {before} and {value} for {query} and {document} in "
+                    f"{option} must judge a document once for a query, got {before} and {value} for {query} and {document} in "
                     f"{path}"
                 )
     return judgments
@@ -208,16 +208,20 @@ class RetrievalTask:
 
     Args:
         config: the files.
+        prefix: what comes before "corpus", "queries" and "qrels" in messages, which name the options or the settings.
     """
 
-    def __init__(self, config: RetrievalConfig) -> None:
+    def __init__(self, config: RetrievalConfig, prefix: str = "--") -> None:
         corpus, queries, qrels = config.paths()
-        judgments = read_judgments(qrels)
-        self.queries, self.corpus = TextFile(queries, "--queries", ids=True), TextFile(corpus, "--corpus", ids=True)
+        judgments = read_judgments(qrels, f"{prefix}qrels")
+        self.queries = TextFile(queries, f"{prefix}queries", ids=True)
+        self.corpus = TextFile(corpus, f"{prefix}corpus", ids=True)
         numbers = {name: number for number, name in enumerate(self.queries.identifiers)}
         self.names = [name for name in judgments if name in numbers]
         if not self.names:
-            raise ValueError(f"--qrels must judge at least one query of {queries}, got {qrels}, which judges none of them")
+            raise ValueError(
+                f"{prefix}qrels must judge at least one query of {queries}, got {qrels}, which judges none of them"
+            )
         if missing := len(judgments) - len(self.names):
             LOG.warning("%s of %s queries of %s are not in %s", f"{missing:,}", f"{len(judgments):,}", qrels, queries)
         self.rows = [numbers[name] for name in self.names]
