@@ -256,7 +256,8 @@ def test_the_command_evaluates_a_corpus(tmp_path, capsys):
     for wrong, message in (
         (["--queries", "x.jsonl"], "--queries needs --corpus"),
         (["--corpus", "x", "--zero-shot"], "--corpus must not be set with --zero-shot or --data"),
-        (["--corpus", str(tmp_path / "none.jsonl")], "--qrels must be a file"),
+        (["--corpus", str(tmp_path / "none")], "--corpus must be a file or a folder, but there is none at "),
+        (["--corpus", str(tmp_path)], "--qrels must be a file"),
     ):
         assert cli.main(["eval", "small", *wrong, "--device", "cpu"]) != 0
         assert message in capsys.readouterr().err

@@ -212,6 +212,8 @@ class RetrievalTask:
     """
 
     def __init__(self, config: RetrievalConfig, prefix: str = "--") -> None:
+        if not Path(config.corpus).exists():
+            raise FileNotFoundError(f"{prefix}corpus must be a file or a folder, but there is none at {config.corpus}")
         corpus, queries, qrels = config.paths()
         judgments = read_judgments(qrels, f"{prefix}qrels")
         self.queries = TextFile(queries, f"{prefix}queries", ids=True)
