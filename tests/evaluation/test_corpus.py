@@ -109,6 +109,27 @@ def test_metrics_are_those_of_the_definitions(tmp_path, monkeypatch, trec):
         assert found[f"query_to_document_{name}"] == pytest.approx(sum(one[name] for one in wanted) / len(wanted), abs=1e-12)
 
 
+def test_both_towers_encode_under_the_autocast_of_a_run(tmp_path, monkeypatch):
+    """The search itself is not under autocast."""
+    folder, *_ = write(tmp_path / "data")
+    pair, towers_saw, searches_saw = small(), [], []
+    for tower in pair.towers:
+        tower.module.register_forward_hook(lambda *_: towers_saw.append(torch.is_autocast_enabled("cpu")))
+    topk = corpora.pairwise.pairwise_topk
+
+    def search(*arguments, **options):
+        searches_saw.append(torch.is_autocast_enabled("cpu"))
+        return topk(*arguments, **options)
+
+    monkeypatch.setattr(corpora.pairwise, "pairwise_topk", search)
+    with torch.autocast("cpu", torch.bfloat16):
+        evaluate_corpus(pair, RetrievalTask(RetrievalConfig(str(folder))), chunk_size=30)
+    assert len(towers_saw) > 2
+    assert all(towers_saw)
+    assert searches_saw
+    assert not any(searches_saw)
+
+
 def ranking_of(run, places):
     """The first 1,000 documents of each query, as numbers of `places`."""
     rows = []

@@ -354,7 +354,8 @@ def search_corpus(
         for begin in range(0, len(queries), QUERIES):
             part = slice(begin, begin + QUERIES)
             own = None if exclude is None or ids is None else (exclude[0][part].to(queries.device), ids)
-            values, indices = pairwise.pairwise_topk(queries[part], documents, min(k, len(block)), exclude=own)
+            with torch.autocast(queries.device.type, enabled=False):  # but `chunks` are encoded under the autocast of a run
+                values, indices = pairwise.pairwise_topk(queries[part], documents, min(k, len(block)), exclude=own)
             merged = Best(best.values[part], best.indices[part]).merge(
                 Best(values, torch.where(indices < 0, indices, indices + first + done))
             )
@@ -411,12 +412,11 @@ def evaluate_corpus(
     place = _share(len(task.order), world)
     query_ids, document_ids = task.exclude()
     k = min(DEPTH, len(task.order))
-    with torch.autocast(world.device.type, enabled=False):
-        chunks = embed_chunks(document_tower, task.corpus, 1, task.order[place], **options) if place.start < place.stop else []
-        best = search_corpus(queries, chunks, k, exclude=(query_ids, document_ids[place]), first=place.start)
-        ranking = Best.none(len(queries), k, best.values)
-        for (_, values), (_, indices) in zip(world.blocks(best.values), world.blocks(best.indices), strict=True):
-            ranking = ranking.merge(Best(values, indices))
+    chunks = embed_chunks(document_tower, task.corpus, 1, task.order[place], **options) if place.start < place.stop else []
+    best = search_corpus(queries, chunks, k, exclude=(query_ids, document_ids[place]), first=place.start)
+    ranking = Best.none(len(queries), k, best.values)
+    for (_, values), (_, indices) in zip(world.blocks(best.values), world.blocks(best.indices), strict=True):
+        ranking = ranking.merge(Best(values, indices))
     metrics = score_ranking(ranking.indices.cpu(), task.relevance)
     result = {f"{WAY}_{name}": values.mean().item() for name, values in metrics.items()}
     return {**result, "num_queries": len(task.names), "num_documents": len(task.corpus)}
