@@ -12,7 +12,7 @@ from megabatch_train import cli
 from megabatch_train.data import batches
 from megabatch_train.data.load import Mix
 from megabatch_train.evaluation import results
-from megabatch_train.trainer import loop
+from megabatch_train.trainer import loop, stages
 from megabatch_train.trainer.config import TrainConfig, anchor_paths
 from megabatch_train.trainer.health import StoppedError
 from megabatch_train.trainer.stages import MINED
@@ -144,6 +144,18 @@ def test_a_checkpoint_of_another_folder_replaces_the_groups_of_this_folder(tmp_p
     made = runs.trainer(tmp_path / "two", changes)
     assert made.resume(tmp_path / "one" / "checkpoints" / "step_00000004")
     assert [path.stem for path in (tmp_path / "two" / MINED).iterdir()] == ["step_00000003"]
+
+
+def test_neighbors_are_not_searched_under_autocast(tmp_path, monkeypatch):
+    saw, find_neighbors = [], stages.find_neighbors
+
+    def find(*arguments, **options):
+        saw.append(torch.is_autocast_enabled("cpu"))
+        return find_neighbors(*arguments, **options)
+
+    monkeypatch.setattr(stages, "find_neighbors", find)
+    finish(tmp_path, {**MINING, "precision": "bf16"})
+    assert saw == [False] * 3
 
 
 def test_a_new_run_needs_its_file_of_groups(tmp_path):

@@ -285,7 +285,8 @@ class BatchMiner:
         result, problem = None, None
         if world.rank == 0:
             try:
-                result = self._group(sides[0], sides[1], stages[_find_stage(stages, step)], step)
+                with torch.autocast(device.type, enabled=False):  # as in `megabatch mine`; only the towers need autocast
+                    result = self._group(sides[0], sides[1], stages[_find_stage(stages, step)], step)
             except Exception as error:  # the other ranks wait for the groups
                 if world.size == 1:
                     raise
