@@ -76,6 +76,21 @@ def test_recordings_values_and_files(tmp_path, capsys):
     assert "recordings, 1 duplicates; milliseconds 200 to 400" in call(capsys, "data", tmp_path / "tones.jsonl")[1]
 
 
+def test_sides_with_texts_and_images(photos, capsys):
+    rows = [
+        {"query": "a", "document_image": "0.png"},
+        {"query": "b", "document": "two words", "document_image": "0.png"},
+        {"query": "c", "document": "two words"},
+        {"query": "d", "document": "two words"},
+    ]
+    (photos / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    status, out, _ = call(capsys, "data", photos / "pairs.jsonl", "--json")
+    side = json.loads(out)["sides"][1]
+    assert (status, side["kind"], side["duplicates"]) == (0, "image+text", 1)
+    assert [side[name]["max"] for name in ("characters", "words", "width", "height")] == [9, 2, 30, 20]
+    assert [side[name]["min"] for name in ("characters", "words", "width", "height")] == [0] * 4
+
+
 def test_the_report_in_words(photos, capsys):
     status, out, _ = call(capsys, "data", photos)
     assert status == data.BROKEN

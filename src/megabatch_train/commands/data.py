@@ -24,6 +24,7 @@ BLOCK = 256  # samples that a thread reads before it reports
 SIZES = {  # names of the sizes of a sample, by its kind
     "image": ("width", "height"),
     "text": ("characters", "words"),
+    "image+text": ("characters", "words", "width", "height"),  # 0 for a sample without a text or without an image
     "audio": ("milliseconds", "samples per second"),
     "file": ("bytes",),
     "value": (),
@@ -123,6 +124,10 @@ def _read_side(value: Any, kind: str) -> Side:
         return Side(_digest(repr(value).encode("utf-8", "surrogatepass")), ())
     if kind == "text":
         return Side(_digest(value.encode("utf-8", "surrogatepass")), (len(value), len(value.split())))
+    if kind == "image+text":
+        text, image = _read_side(value.text, "text"), None if value.image is None else _read_side(value.image, "image")
+        digests = f"{text.digest} {'' if image is None else image.digest}"
+        return Side(_digest(digests.encode()), (*text.sizes, *((0, 0) if image is None else image.sizes)))
     if kind == "audio":
         recording = audio.decode(value)
         return Side(_digest(value.data), (1000 * len(recording.samples) // recording.rate, recording.rate))
@@ -209,7 +214,7 @@ def format_report(report: dict[str, Any]) -> Iterator[str]:
         ]
         if side.get("empty"):
             parts.append(f"{side['empty']:,} empty")
-        kind = "recordings" if side["kind"] == "audio" else f"{side['kind']}s"
+        kind = {"audio": "recordings", "image+text": "images with texts"}.get(side["kind"], f"{side['kind']}s")
         yield f"side {number}:      {kind}, {side['duplicates']:,} duplicates" + "".join(f"; {part}" for part in parts)
     yield f"pairs:       {report['duplicate_pairs']:,} duplicates of an earlier pair"
     if (rate := report["pairs_per_second_of_a_worker"]) is not None:
