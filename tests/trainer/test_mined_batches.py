@@ -1,5 +1,6 @@
 """Runs with batches of groups or of one source: resumed runs, ranks, new groups during a run, and settings that do not fit."""
 
+import argparse
 import dataclasses
 import json
 
@@ -8,7 +9,7 @@ import torch
 
 import runs
 import word_pairs
-from megabatch_train import cli
+from megabatch_train import cli, commands
 from megabatch_train.data import batches
 from megabatch_train.data.load import Mix
 from megabatch_train.evaluation import results
@@ -290,6 +291,13 @@ def test_commands_mine_groups_and_train_with_them(tmp_path, monkeypatch, capsys)
     ):
         assert cli.main([*mine, *wrong]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_the_command_mines_in_the_split_that_a_run_trains_on():
+    """Otherwise the file of groups would not fit `megabatch train --data wordnet`."""
+    given = argparse.Namespace(data="wordnet", columns=None, split=None)
+    assert commands._choose_data(given, None, training=True)[1] == "train"
+    assert commands._choose_data(given, None, training=False)[1] == "test"
 
 
 def test_negatives_of_a_corpus(tmp_path, monkeypatch, capsys):
