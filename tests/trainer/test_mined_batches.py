@@ -105,6 +105,15 @@ def test_a_run_that_resumes_at_a_search_repeats_it(tmp_path):
         assert all(torch.equal(indices, wanted[number]) for number, indices in seen.items())
 
 
+def test_a_run_can_end_at_a_search_that_is_stored(tmp_path):
+    changes = {**MINING, "checkpoint": {"every": 3, "keep": 10}}
+    finish(tmp_path, changes)
+    again = runs.trainer(tmp_path, {**changes, "steps": 6})
+    assert again.resume(tmp_path / "checkpoints" / "step_00000006")
+    again.fit()
+    assert again.step == 6
+
+
 def test_groups_that_no_checkpoint_needs_are_deleted(tmp_path):
     finish(tmp_path, {**MINING, "steps": 16})
     files = [int(path.stem.removeprefix("step_")) for path in (tmp_path / MINED).iterdir()]

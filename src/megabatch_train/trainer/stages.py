@@ -352,5 +352,5 @@ class BatchMiner:
 
 
 def _find_stage(stages: Sequence[Stage], step: int) -> int:
-    """Returns the number of the stage that has a step."""
-    return next(number for number, stage in enumerate(stages) if step < stage.stop)
+    """Returns the number of the stage that has a step. The step after the last one belongs to the last stage."""
+    return next((number for number, stage in enumerate(stages) if step < stage.stop), len(stages) - 1)
