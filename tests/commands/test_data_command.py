@@ -5,6 +5,7 @@ import json
 import pytest
 from PIL import Image
 
+import recordings
 from megabatch_train.cli import main
 from megabatch_train.commands import data, print_json
 
@@ -48,6 +49,46 @@ def test_every_number_of_the_report(photos, capsys, monkeypatch, workers):
     assert (texts["kind"], texts["duplicates"], texts["empty"]) == ("text", 2, 0)
     assert texts["words"] == {"min": 1, "median": 3, "p95": 3, "max": 3}
     assert report["pairs_per_second_of_a_worker"] > 0
+
+
+def test_recordings_values_and_files(tmp_path, capsys):
+    """The third recording has the bytes of the second one, and the last one is cut off."""
+    for number in range(4):
+        seconds = 0.2 if number in (1, 2) else 0.4
+        (tmp_path / f"{number}.wav").write_bytes(recordings.wav(recordings.tone(440, seconds, rate=8000), rate=8000))
+    (tmp_path / "3.wav").write_bytes((tmp_path / "3.wav").read_bytes()[:90])
+    rows = [{"audio": f"{number}.wav", "caption": f"tone {number}", "shape": [number // 2]} for number in range(4)]
+    (tmp_path / "tones.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    status, out, _ = call(capsys, "data", tmp_path / "tones.jsonl", "--json")
+    report = json.loads(out)
+    assert (status, report["broken"]) == (data.BROKEN, 1)
+    assert report["sides"][0] == {
+        "kind": "audio",
+        "duplicates": 1,
+        "milliseconds": {"min": 200, "median": 200, "p95": 200, "max": 400},
+        "samples per second": dict.fromkeys(("min", "median", "p95", "max"), 8000),
+    }
+    columns = ["--columns", "file=audio", "second_value=shape"]
+    status, out, _ = call(capsys, "data", tmp_path / "tones.jsonl", *columns, "--json")
+    first, second = json.loads(out)["sides"]
+    assert (status, first["kind"], first["duplicates"], first["bytes"]["min"]) == (0, "file", 1, 90)
+    assert second == {"kind": "value", "duplicates": 2}
+    assert "recordings, 1 duplicates; milliseconds 200 to 400" in call(capsys, "data", tmp_path / "tones.jsonl")[1]
+
+
+def test_sides_with_texts_and_images(photos, capsys):
+    rows = [
+        {"query": "a", "document_image": "0.png"},
+        {"query": "b", "document": "two words", "document_image": "0.png"},
+        {"query": "c", "document": "two words"},
+        {"query": "d", "document": "two words"},
+    ]
+    (photos / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    status, out, _ = call(capsys, "data", photos / "pairs.jsonl", "--json")
+    side = json.loads(out)["sides"][1]
+    assert (status, side["kind"], side["duplicates"]) == (0, "image+text", 1)
+    assert [side[name]["max"] for name in ("characters", "words", "width", "height")] == [9, 2, 30, 20]
+    assert [side[name]["min"] for name in ("characters", "words", "width", "height")] == [0] * 4
 
 
 def test_the_report_in_words(photos, capsys):

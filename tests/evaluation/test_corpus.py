@@ -109,6 +109,27 @@ def test_metrics_are_those_of_the_definitions(tmp_path, monkeypatch, trec):
         assert found[f"query_to_document_{name}"] == pytest.approx(sum(one[name] for one in wanted) / len(wanted), abs=1e-12)
 
 
+def test_both_towers_encode_under_the_autocast_of_a_run(tmp_path, monkeypatch):
+    """The search itself is not under autocast."""
+    folder, *_ = write(tmp_path / "data")
+    pair, towers_saw, searches_saw = small(), [], []
+    for tower in pair.towers:
+        tower.module.register_forward_hook(lambda *_: towers_saw.append(torch.is_autocast_enabled("cpu")))
+    topk = corpora.pairwise.pairwise_topk
+
+    def search(*arguments, **options):
+        searches_saw.append(torch.is_autocast_enabled("cpu"))
+        return topk(*arguments, **options)
+
+    monkeypatch.setattr(corpora.pairwise, "pairwise_topk", search)
+    with torch.autocast("cpu", torch.bfloat16):
+        evaluate_corpus(pair, RetrievalTask(RetrievalConfig(str(folder))), chunk_size=30)
+    assert len(towers_saw) > 2
+    assert all(towers_saw)
+    assert searches_saw
+    assert not any(searches_saw)
+
+
 def ranking_of(run, places):
     """The first 1,000 documents of each query, as numbers of `places`."""
     rows = []
@@ -200,6 +221,8 @@ def test_texts_are_read_by_position(tmp_path):
         ('{"_id": "a", "text": 5}', 'with a "text", got'),
         ('{"_id": "a", "text": "b", "title": 5}', 'must have a string as "title", got 5'),
         ('{"text": "b"}', 'must have an "_id", got None'),
+        ('{"_id": "\\ud800", "text": "b"}', "line 1 of .* must be Unicode text, got half of a surrogate pair"),
+        ('{"_id": "a", "text": "\\ud800"}', "line 1 of .* must be Unicode text, got half of a surrogate pair"),
         ('{"_id": "a", "text": "b"}\n' * 2, "must have each _id once, got 'a'"),
     ],
 )
@@ -221,13 +244,17 @@ def test_formats_of_judgments(tmp_path):
         assert read_judgments(path) == {"1": {"a b": 2, "c": 0}}
     path.write_text("1 0  c -1\n2 Q0 d 1\n")
     assert read_judgments(path) == {"1": {"c": -1}, "2": {"d": 1}}
+    path.write_bytes(b"\xef\xbb\xbf1 0 c 1\n")  # a byte order mark is not a part of the first id
+    assert read_judgments(path) == {"1": {"c": 1}}
     for content, message in (
         ("", "at least one judgment"),
         ("a\tb\tscore\na\tb\tx\n", r"got 'a\\tb\\tx' in line 2"),
         ("1 2\n", "got '1 2' in line 1"),
         ("1 0 a 1\n1 0 a 2\n", "must judge a document once for a query, got 1 and 2"),
+        ("1 0 a 1\n1 0 b 99999999999999999999\n", "a whole number, got '1 0 b 9+' in line 2"),
+        (b"1 0 a 1\n1 0 \xff 1\n", "--qrels must be UTF-8 text, got .*qrels"),
     ):
-        path.write_text(content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(ValueError, match=message):
             read_judgments(path)
     with pytest.raises(FileNotFoundError, match="--qrels must be a file"):
@@ -245,10 +272,13 @@ def test_the_command_evaluates_a_corpus(tmp_path, capsys):
     assert first == second
     assert {name: first[name] for name in files} == files
     assert "nDCG@10" in capsys.readouterr().out
+    assert cli.main(["eval", "small", *options, "--device", "cpu", "--output", str(output), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).items() <= json.loads(output.read_text().splitlines()[-1]).items()
     for wrong, message in (
         (["--queries", "x.jsonl"], "--queries needs --corpus"),
         (["--corpus", "x", "--zero-shot"], "--corpus must not be set with --zero-shot or --data"),
-        (["--corpus", str(tmp_path / "none.jsonl")], "--qrels must be a file"),
+        (["--corpus", str(tmp_path / "none")], "--corpus must be a file or a folder, but there is none at "),
+        (["--corpus", str(tmp_path)], "--qrels must be a file"),
     ):
         assert cli.main(["eval", "small", *wrong, "--device", "cpu"]) != 0
         assert message in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Runs with batches of groups or of one source: resumed runs, ranks, new groups during a run, and settings that do not fit."""
 
+import argparse
+import dataclasses
 import json
 
 import pytest
@@ -7,10 +9,11 @@ import torch
 
 import runs
 import word_pairs
-from megabatch_train import cli
+from megabatch_train import cli, commands
 from megabatch_train.data import batches
 from megabatch_train.data.load import Mix
 from megabatch_train.evaluation import results
+from megabatch_train.trainer import loop, stages
 from megabatch_train.trainer.config import TrainConfig, anchor_paths
 from megabatch_train.trainer.health import StoppedError
 from megabatch_train.trainer.stages import MINED
@@ -102,6 +105,15 @@ def test_a_run_that_resumes_at_a_search_repeats_it(tmp_path):
         assert all(torch.equal(indices, wanted[number]) for number, indices in seen.items())
 
 
+def test_a_run_can_end_at_a_search_that_is_stored(tmp_path):
+    changes = {**MINING, "checkpoint": {"every": 3, "keep": 10}}
+    finish(tmp_path, changes)
+    again = runs.trainer(tmp_path, {**changes, "steps": 6})
+    assert again.resume(tmp_path / "checkpoints" / "step_00000006")
+    again.fit()
+    assert again.step == 6
+
+
 def test_groups_that_no_checkpoint_needs_are_deleted(tmp_path):
     finish(tmp_path, {**MINING, "steps": 16})
     files = [int(path.stem.removeprefix("step_")) for path in (tmp_path / MINED).iterdir()]
@@ -120,6 +132,51 @@ def test_new_groups_within_an_epoch_repeat_no_sample(tmp_path):
         assert len(torch.unique(samples)) == 36
     _, plain = finish(tmp_path / "random", {"steps": 6, "ema": 0.9})
     assert not torch.equal(torch.cat([plain[number] for number in range(6)]), torch.cat([seen[number] for number in range(6)]))
+
+
+def test_an_epoch_that_continues_in_another_stage_repeats_no_sample(tmp_path, monkeypatch):
+    """The last steps keep all patches, as with `schedule.unmask_fraction`: stages with one schedule share their epochs."""
+    plan = loop.plan_stages
+
+    def plan_two(*arguments):
+        (whole,) = plan(*arguments)
+        return [dataclasses.replace(whole, stop=5), dataclasses.replace(whole, first=5)]
+
+    monkeypatch.setattr(loop, "plan_stages", plan_two)
+    _, seen = finish(tmp_path, {**MINING, "mining": {"every": 4, "group_size": 4, "neighbors": 6}, "steps": 6})
+    assert len(torch.unique(torch.cat([seen[number] for number in (3, 4, 5)]))) == 36
+
+
+def test_a_checkpoint_of_another_folder_replaces_the_groups_of_this_folder(tmp_path):
+    changes = {**MINING, "checkpoint": {"every": 2, "keep": 10}}
+    finish(tmp_path / "one", {**changes, "steps": 4})
+    finish(tmp_path / "two", {**changes, "mining": {"every": 4, "group_size": 4, "neighbors": 6}, "steps": 6})
+    made = runs.trainer(tmp_path / "two", changes)
+    assert made.resume(tmp_path / "one" / "checkpoints" / "step_00000004")
+    assert [path.stem for path in (tmp_path / "two" / MINED).iterdir()] == ["step_00000003"]
+
+
+def test_neighbors_are_not_searched_under_autocast(tmp_path, monkeypatch):
+    saw, find_neighbors = [], stages.find_neighbors
+
+    def find(*arguments, **options):
+        saw.append(torch.is_autocast_enabled("cpu"))
+        return find_neighbors(*arguments, **options)
+
+    monkeypatch.setattr(stages, "find_neighbors", find)
+    finish(tmp_path, {**MINING, "precision": "bf16"})
+    assert saw == [False] * 3
+
+
+def test_a_new_run_needs_its_file_of_groups(tmp_path):
+    """A killed run has left groups in the folder, and no checkpoint."""
+    path = tmp_path / "groups.safetensors"
+    batches.write_groups(path, {"groups": torch.arange(40) % 10}, {"samples": batches.fingerprint(runs.Numbers())})
+    changes = {"batches": "mined", "batch_groups": str(path), "steps": 3}
+    runs.trainer(tmp_path / "run", changes)._miner.start()
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        finish(tmp_path / "run", changes)
 
 
 def test_batches_have_whole_groups_of_hard_negatives(tmp_path):
@@ -224,9 +281,11 @@ def test_commands_mine_groups_and_train_with_them(tmp_path, monkeypatch, capsys)
         rows = [json.dumps({"_id": f"{name[0]}{i}", "text": line[key]}) for i, line in enumerate(lines)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     (tmp_path / "qrels").mkdir()
-    (tmp_path / "qrels" / "test.tsv").write_text("".join(f"q{i} 0 c{i} 1\n" for i in range(12)))
     options = ["--batches", "mined", "--batch-groups", "batches.safetensors", "--steps", "4", "--output", "run"]
     settings = ["--set", "retrieval.corpus=corpus.jsonl", "--evaluate-every", "2"]
+    assert word_pairs.call(*options, *settings) == 1
+    assert "retrieval.qrels must be a file, but there is no file" in capsys.readouterr().err
+    (tmp_path / "qrels" / "test.tsv").write_text("".join(f"q{i} 0 c{i} 1\n" for i in range(12)))
     assert word_pairs.call(*options, *settings) == 0
     run = results.read_run("run")
     assert [one["step"] for one in run.evaluations] == [2, 4]
@@ -241,6 +300,13 @@ def test_commands_mine_groups_and_train_with_them(tmp_path, monkeypatch, capsys)
     ):
         assert cli.main([*mine, *wrong]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_the_command_mines_in_the_split_that_a_run_trains_on():
+    """Otherwise the file of groups would not fit `megabatch train --data wordnet`."""
+    given = argparse.Namespace(data="wordnet", columns=None, split=None)
+    assert commands._choose_data(given, None, training=True)[1] == "train"
+    assert commands._choose_data(given, None, training=False)[1] == "test"
 
 
 def test_negatives_of_a_corpus(tmp_path, monkeypatch, capsys):

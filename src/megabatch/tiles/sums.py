@@ -19,7 +19,7 @@ def exact_dtype(device: torch.device) -> torch.dtype:
 
 
 def to_exact(values: Tensor) -> Tensor:
-    """Converts to `exact_dtype`. Values that are float64 stay float64."""
+    """Converts to `exact_dtype`."""
     return values.to(exact_dtype(values.device))
 
 

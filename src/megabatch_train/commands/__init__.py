@@ -162,7 +162,7 @@ def add_model_arguments(
     parser.add_argument(
         "--split",
         choices=("train", "test", "all"),
-        help="split of emoji or wordnet (default: the split of the run, or else test)",
+        help="split of emoji or wordnet (default: the split of the run, or else test; train for mine)",
     )
     parser.add_argument(
         "--device",
@@ -391,7 +391,8 @@ def _choose_data(
         options = {**options, "columns": args.columns}
     if getattr(args, "holdout", None) is not None:
         options, run_split = {**options, "holdout": args.holdout}, "train"
-    split = args.split or run_split or ("test" if spec in data.WITH_SPLITS else None)
+    usual = "train" if training else "test"
+    split = args.split or run_split or (usual if spec in data.WITH_SPLITS else None)
     return spec, split, options, why
 
 

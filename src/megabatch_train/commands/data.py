@@ -21,12 +21,20 @@ if TYPE_CHECKING:
 BROKEN = 1  # exit status if samples are broken
 NAMED = 10  # largest number of broken samples that are listed
 BLOCK = 256  # samples that a thread reads before it reports
+SIZES = {  # names of the sizes of a sample, by its kind
+    "image": ("width", "height"),
+    "text": ("characters", "words"),
+    "image+text": ("characters", "words", "width", "height"),  # 0 for a sample without a text or without an image
+    "audio": ("milliseconds", "samples per second"),
+    "file": ("bytes",),
+    "value": (),
+}
 DESCRIPTION = """
 Reads every sample once, as training does, and reports
 
   - broken samples, with the reason for the first ten,
-  - the sizes of images, and the lengths of texts,
-  - duplicates: images with the same bytes, equal texts, and equal pairs,
+  - the sizes of images, and the lengths of texts and recordings,
+  - duplicates: files with the same bytes, equal texts, and equal pairs,
   - the reading speed: pairs per second that one data-loader worker reads and decodes.
 
   megabatch data pairs.csv
@@ -61,10 +69,10 @@ class Reading(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One side of a sample: width and height of an image, or characters and words of a text."""
+    """One side of a sample, with the numbers that `SIZES` names."""
 
     digest: int
-    sizes: tuple[int, int]
+    sizes: tuple[int, ...]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,19 +111,30 @@ def read_sample(dataset: Dataset, index: int) -> Reading:
 
     start = time.thread_time()
     try:
-        sides = tuple(_read_side(dataset.read_stored(index, side)) for side in (0, 1))
+        sides = tuple(_read_side(dataset.read_stored(index, side), dataset.sides[side]) for side in (0, 1))
     except UnreadableSampleError as error:
         return Reading(index, (), time.thread_time() - start, str(error))
     return Reading(index, sides, time.thread_time() - start)
 
 
-def _read_side(value: Any) -> Side:
-    from megabatch_train.data.media.images import EncodedImage, decode
+def _read_side(value: Any, kind: str) -> Side:
+    from megabatch_train.data.media import audio, images
 
-    if isinstance(value, str):
+    if kind == "value":
+        return Side(_digest(repr(value).encode("utf-8", "surrogatepass")), ())
+    if kind == "text":
         return Side(_digest(value.encode("utf-8", "surrogatepass")), (len(value), len(value.split())))
-    stored = value.data if isinstance(value, EncodedImage) else value.numpy().tobytes()
-    pixels = decode(value) if isinstance(value, EncodedImage) else value
+    if kind == "image+text":
+        text, image = _read_side(value.text, "text"), None if value.image is None else _read_side(value.image, "image")
+        digests = f"{text.digest} {'' if image is None else image.digest}"
+        return Side(_digest(digests.encode()), (*text.sizes, *((0, 0) if image is None else image.sizes)))
+    if kind == "audio":
+        recording = audio.decode(value)
+        return Side(_digest(value.data), (1000 * len(recording.samples) // recording.rate, recording.rate))
+    if kind == "file":
+        return Side(_digest(value.data), (len(value.data),))
+    stored = value.data if isinstance(value, images.EncodedImage) else value.numpy().tobytes()
+    pixels = images.decode(value) if isinstance(value, images.EncodedImage) else value
     return Side(_digest(stored), (pixels.shape[2], pixels.shape[1]))
 
 
@@ -136,7 +155,7 @@ def summarize(dataset: Dataset, readings: Iterable[Reading]) -> dict[str, Any]:
     """Returns the report. Memory grows by about 150 bytes for each sample."""
     digests: tuple[set[int], set[int]] = (set(), set())
     pairs: set[tuple[int, int]] = set()
-    sizes: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+    sizes: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
     broken: list[dict[str, Any]] = []
     count, seconds = 0, 0.0
     for reading in readings:
@@ -165,11 +184,11 @@ def summarize(dataset: Dataset, readings: Iterable[Reading]) -> dict[str, Any]:
     }
 
 
-def _describe_sizes(kind: str, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    names = ("width", "height") if kind == "image" else ("characters", "words")
-    columns = zip(*sizes, strict=True) if sizes else ((), ())
+def _describe_sizes(kind: str, sizes: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    names = SIZES[kind]
+    columns = zip(*sizes, strict=True) if sizes else ((),) * len(names)
     described: dict[str, Any] = {name: _describe_numbers(sorted(values)) for name, values in zip(names, columns, strict=True)}
-    return described if kind == "image" else described | {"empty": sum(words == 0 for _, words in sizes)}
+    return described | {"empty": sum(words == 0 for _, words in sizes)} if kind == "text" else described
 
 
 def _describe_numbers(ordered: Sequence[int]) -> dict[str, int] | None:
@@ -195,7 +214,8 @@ def format_report(report: dict[str, Any]) -> Iterator[str]:
         ]
         if side.get("empty"):
             parts.append(f"{side['empty']:,} empty")
-        yield f"side {number}:      {side['kind']}s, {side['duplicates']:,} duplicates" + "".join(f"; {part}" for part in parts)
+        kind = {"audio": "recordings", "image+text": "images with texts"}.get(side["kind"], f"{side['kind']}s")
+        yield f"side {number}:      {kind}, {side['duplicates']:,} duplicates" + "".join(f"; {part}" for part in parts)
     yield f"pairs:       {report['duplicate_pairs']:,} duplicates of an earlier pair"
     if (rate := report["pairs_per_second_of_a_worker"]) is not None:
         yield f"reading:     {rate:,.0f} pairs/s for each data-loader worker, without resizing and tokenization"

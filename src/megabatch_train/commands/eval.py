@@ -140,13 +140,16 @@ def _search_corpus(args: argparse.Namespace, world: World, workers: Any) -> None
         commands.truncate_pair(pair, args.dim, folder)
     result = evaluate_corpus(pair, task, chunk_size=args.chunk_size, workers=workers, group=world.group)
     if world.rank == 0:
-        dim = {} if args.dim is None else {"dim": args.dim}
-        tables.table(result, f"{args.model} on {args.corpus}").print()
+        files = dict(zip(("corpus", "queries", "qrels"), map(str, config.paths()), strict=True))
+        line = {"model": args.model, **files, **({} if args.dim is None else {"dim": args.dim}), **result}
+        if args.json:
+            print_json(line)
+        else:
+            tables.table(result, f"{args.model} on {args.corpus}").print()
         path = args.output or (None if folder is None else folder / FILE)
         if path is not None:
-            files = dict(zip(("corpus", "queries", "qrels"), map(str, config.paths()), strict=True))
-            results.append(path, {"model": args.model, **files, **dim, **result})
-            tell(f"appended the result to {path}")
+            results.append(path, line)
+            tell(f"appended the result to {path}", sys.stderr if args.json else None)
 
 
 def _name_others(folder: Path, evaluated: str) -> None:

@@ -112,6 +112,10 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         raise ValueError(f'{where} must be a JSON object with a "text", got {line[:80]!r}')
     if not isinstance(record.get("title") or "", str):
         raise ValueError(f'{where} must have a string as "title", got {record["title"]!r}')
+    try:
+        "".join(str(record.get(key)) for key in ("_id", "id", "title", "text")).encode()
+    except UnicodeEncodeError as error:  # JSON can escape a single surrogate, but no tokenizer accepts one
+        raise ValueError(f"{where} must be Unicode text, got half of a surrogate pair") from error
     return record
 
 
@@ -128,16 +132,26 @@ def _identify(record: dict[str, Any], where: str) -> str:
 Judgments = dict[str, dict[str, int]]
 
 
-def read_judgments(path: Path) -> Judgments:
-    """Reads a file of judgments.
+def read_judgments(path: Path, option: str = "--qrels") -> Judgments:
+    """Reads a file of judgments. Messages name the file by `option`.
 
     A file of BEIR has a header, and then lines with query-id, corpus-id and score. A file of TREC has lines with a query, an
     iteration, a document and its relevance.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"--qrels must be a file, but there is no file {path}")
+        raise FileNotFoundError(f"{option} must be a file, but there is no file {path}")
+    try:
+        judgments = _parse_judgments(path, option)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} must be UTF-8 text, got {path}: {error}") from error
+    if not judgments:
+        raise ValueError(f"{option} must have at least one judgment, got none in {path}")
+    return judgments
+
+
+def _parse_judgments(path: Path, option: str) -> Judgments:
     judgments: Judgments = {}
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             tabs = line.rstrip("\r\n").split("\t")
             cells = tabs if len(tabs) >= 3 else line.split()  # an id of BEIR may contain spaces
@@ -148,26 +162,25 @@ def read_judgments(path: Path) -> Judgments:
                 continue  # the header
             if len(cells) not in (3, 4) or value is None:
                 raise ValueError(
-                    f"--qrels must have lines with a query, a document and a whole number, got {line.rstrip()!r} in line "
+                    f"{option} must have lines with a query, a document and a whole number, got {line.rstrip()!r} in line "
                     f"{number:,} of {path}"
                 )
             query, document = cells[0], cells[-2]
             before = judgments.setdefault(query, {}).setdefault(document, value)
             if before != value:
                 raise ValueError(
-                    f"--qrels must judge a document once for a query, got {before} and {value} for {query} and {document} in "
+                    f"{option} must judge a document once for a query, got {before} and {value} for {query} and {document} in "
                     f"{path}"
                 )
-    if not judgments:
-        raise ValueError(f"--qrels must have at least one judgment, got none in {path}")
     return judgments
 
 
 def _as_int(text: str) -> int | None:
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         return None
+    return value if abs(value) < 2**63 else None  # tensors have 64 bits
 
 
 @dataclass(frozen=True)
@@ -196,16 +209,22 @@ class RetrievalTask:
 
     Args:
         config: the files.
+        prefix: what comes before "corpus", "queries" and "qrels" in messages, which name the options or the settings.
     """
 
-    def __init__(self, config: RetrievalConfig) -> None:
+    def __init__(self, config: RetrievalConfig, prefix: str = "--") -> None:
+        if not Path(config.corpus).exists():
+            raise FileNotFoundError(f"{prefix}corpus must be a file or a folder, but there is none at {config.corpus}")
         corpus, queries, qrels = config.paths()
-        judgments = read_judgments(qrels)
-        self.queries, self.corpus = TextFile(queries, "--queries", ids=True), TextFile(corpus, "--corpus", ids=True)
+        judgments = read_judgments(qrels, f"{prefix}qrels")
+        self.queries = TextFile(queries, f"{prefix}queries", ids=True)
+        self.corpus = TextFile(corpus, f"{prefix}corpus", ids=True)
         numbers = {name: number for number, name in enumerate(self.queries.identifiers)}
         self.names = [name for name in judgments if name in numbers]
         if not self.names:
-            raise ValueError(f"--qrels must judge at least one query of {queries}, got {qrels}, which judges none of them")
+            raise ValueError(
+                f"{prefix}qrels must judge at least one query of {queries}, got {qrels}, which judges none of them"
+            )
         if missing := len(judgments) - len(self.names):
             LOG.warning("%s of %s queries of %s are not in %s", f"{missing:,}", f"{len(judgments):,}", qrels, queries)
         self.rows = [numbers[name] for name in self.names]
@@ -336,7 +355,8 @@ def search_corpus(
         for begin in range(0, len(queries), QUERIES):
             part = slice(begin, begin + QUERIES)
             own = None if exclude is None or ids is None else (exclude[0][part].to(queries.device), ids)
-            values, indices = pairwise.pairwise_topk(queries[part], documents, min(k, len(block)), exclude=own)
+            with torch.autocast(queries.device.type, enabled=False):  # but `chunks` are encoded under the autocast of a run
+                values, indices = pairwise.pairwise_topk(queries[part], documents, min(k, len(block)), exclude=own)
             merged = Best(best.values[part], best.indices[part]).merge(
                 Best(values, torch.where(indices < 0, indices, indices + first + done))
             )
@@ -397,12 +417,11 @@ def evaluate_corpus(
     place = _share(len(task.order), world)
     query_ids, document_ids = task.exclude()
     k = min(DEPTH, len(task.order))
-    with torch.autocast(world.device.type, enabled=False):
-        chunks = embed_chunks(document_tower, task.corpus, 1, task.order[place], **options) if place.start < place.stop else []
-        best = search_corpus(queries, chunks, k, exclude=(query_ids, document_ids[place]), first=place.start)
-        ranking = Best.none(len(queries), k, best.values)
-        for (_, values), (_, indices) in zip(world.blocks(best.values), world.blocks(best.indices), strict=True):
-            ranking = ranking.merge(Best(values, indices))
+    chunks = embed_chunks(document_tower, task.corpus, 1, task.order[place], **options) if place.start < place.stop else []
+    best = search_corpus(queries, chunks, k, exclude=(query_ids, document_ids[place]), first=place.start)
+    ranking = Best.none(len(queries), k, best.values)
+    for (_, values), (_, indices) in zip(world.blocks(best.values), world.blocks(best.indices), strict=True):
+        ranking = ranking.merge(Best(values, indices))
     metrics = score_ranking(ranking.indices.cpu(), task.relevance)
     result = {f"{WAY}_{name}": values.mean().item() for name, values in metrics.items()}
     return {**result, "num_queries": len(task.names), "num_documents": len(task.corpus)}

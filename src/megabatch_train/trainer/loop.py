@@ -151,7 +151,7 @@ class Trainer:
                     f"validation must have the sides of the training data, {' and '.join(dataset.sides)}, "
                     f"got {' and '.join(data.sides)}"
                 )
-        self._task = RetrievalTask(config.retrieval) if config.retrieval.corpus else None
+        self._task = RetrievalTask(config.retrieval, "retrieval.") if config.retrieval.corpus else None
         if config.evaluate_every and not self.validation and self._task is None:
             raise ValueError(
                 "evaluate_every must be 0 without validation data (--validation) and without retrieval.corpus, got "

@@ -224,6 +224,8 @@ class BatchMiner:
 
     def start(self) -> None:
         """Removes the groups of an earlier run in the folder, and stores the first groups."""
+        if self._config.batch_groups and self._groups is None:
+            read_groups(Path(self._config.batch_groups))  # the file is missing, and groups of an earlier run are no copy of it
         if self._world.rank == 0:
             for path in self._paths():
                 path.unlink()
@@ -253,13 +255,13 @@ class BatchMiner:
                 f"{paths[-1]} must have the groups of {len(self._dataset):,} pairs, got those of {len(tensors[GROUPS]):,}"
             )
         current = (int(about["epoch"]), tensors["order"]) if "order" in tensors else None
-        self._last = int(about["step"])
+        self._last, self._groups = int(about["step"]), tensors[GROUPS]
         if self._world.rank == 0:
-            if source.resolve() == self._folder.resolve():
-                for path in self._paths():
-                    if step_of(path.with_suffix("")) > step:  # the run will write new groups of these steps
-                        path.unlink()
-            else:
+            is_own = source.resolve() == self._folder.resolve()
+            for path in self._paths():
+                if not is_own or step_of(path.with_suffix("")) > step:  # the run will write new groups of these steps
+                    path.unlink()
+            if not is_own:
                 self._write(self._last, tensors[GROUPS], current)
         self._replace(stages, self._last, tensors[GROUPS], current)
 
@@ -283,7 +285,8 @@ class BatchMiner:
         result, problem = None, None
         if world.rank == 0:
             try:
-                result = self._group(sides[0], sides[1], stages[_find_stage(stages, step)], step)
+                with torch.autocast(device.type, enabled=False):  # as in `megabatch mine`; only the towers need autocast
+                    result = self._group(sides[0], sides[1], stages[_find_stage(stages, step)], step)
             except Exception as error:  # the other ranks wait for the groups
                 if world.size == 1:
                     raise
@@ -324,9 +327,10 @@ class BatchMiner:
         return groups, stage.order.regroup(groups, step + stage.shift, group_rest).current
 
     def _replace(self, stages: list[Stage], step: int, groups: Tensor, current: tuple[int, Tensor] | None) -> None:
+        epochs_of = stages[_find_stage(stages, step)].schedule
         for number, stage in enumerate(stages):
             assert isinstance(stage.order, GroupOrder), "only mined batches have groups"
-            own = current if number == _find_stage(stages, step) else None
+            own = current if stage.schedule == epochs_of else None  # stages with one schedule share their epochs
             stages[number] = dataclasses.replace(stage, order=dataclasses.replace(stage.order, group_of=groups, current=own))
 
     def _paths(self) -> list[Path]:
@@ -348,5 +352,5 @@ class BatchMiner:
 
 
 def _find_stage(stages: Sequence[Stage], step: int) -> int:
-    """Returns the number of the stage that has a step."""
-    return next(number for number, stage in enumerate(stages) if step < stage.stop)
+    """Returns the number of the stage that has a step. The step after the last one belongs to the last stage."""
+    return next((number for number, stage in enumerate(stages) if step < stage.stop), len(stages) - 1)
