@@ -145,6 +145,19 @@ def clicks(pairs):
     return [f"query {query},product {product}" for query, product in pairs]
 
 
+@pytest.mark.parametrize("role", ["second_value", "second_file"])
+def test_values_and_files_of_a_mixture_are_split_together(tmp_path, role):
+    for name in ("a", "b"):  # the second sides are equal in both tables, and no file exists
+        rows = [{"first": [name, i], "second": f"{i}.bin" if role == "second_file" else {"number": i}} for i in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    spec, columns = f"{tmp_path}/a.jsonl + {tmp_path}/b.jsonl", {"value": "first", role: "second"}
+    kept, held = (data.load(spec, part, holdout=0.3, columns=columns) for part in ("train", "test"))
+    first, second = ({one.key(index, 1) for index in range(len(one))} for one in (kept, held))
+    assert held.sides == ("value", role.removeprefix("second_"))
+    assert not first & second
+    assert (len(first) + len(second), len(kept) + len(held)) == (40, 80)
+
+
 def test_data_that_is_one_chain_says_why_it_cannot_be_split(tmp_path):
     rows = clicks((number // 2, (number + 1) // 2) for number in range(60))
     (tmp_path / "clicks.csv").write_text("\n".join(["query,document", *rows]))

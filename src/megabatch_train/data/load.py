@@ -169,7 +169,7 @@ STEPS = 10**9  # the fraction is rounded to a multiple of 1 / STEPS
 def parts(datasets: Sequence[Dataset], fraction: float) -> list[tuple[Dataset, Dataset]]:
     """Splits each dataset into a training part and a held-out part of about `fraction`. Neither part is empty.
 
-    Across datasets, samples with the same name, the same path or (in tables) the same second text stay together.
+    Across datasets, samples with the same name, the same path or (in tables) the same second text, value or path stay together.
     """
 
     def each(value: Callable[[Dataset, int], Any]) -> list[Any]:
@@ -179,7 +179,7 @@ def parts(datasets: Sequence[Dataset], fraction: float) -> list[tuple[Dataset, D
     if len(datasets) > 1:
         units = number_values([(which, unit) for which, one in enumerate(datasets) for unit in _units(one).tolist()])
         places = each(lambda one, index: _path(one, index) or (id(one), index))
-        texts = each(lambda one, index: one.read_stored(index, 1) if isinstance(one, Table) else (id(one), index))
+        texts = each(lambda one, index: one.key(index, 1) if isinstance(one, Table) else (id(one), index))
         for shared in (names, places, texts):
             units = find_components(units, number_values(shared))
     least: dict[int, int] = {}  # the smallest key of a unit decides, so the order of samples does not matter
