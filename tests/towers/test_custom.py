@@ -49,6 +49,7 @@ def wrong(result="nothing"):
     text = load("small", ("text", "text")).second
     results = {"nothing": None, "module": Pair(Tower(build, "value", prepare), text), "side": Pair(None, text)}
     results |= {"kind": Pair(Tower(Encoder(4), "smell", prepare), text), "scale": Pair(text, text, logit_scale=-1.0)}
+    results |= {"no scale": Pair(text, text, logit_scale=None), "bias": Pair(text, text, logit_bias="low")}
     return results[result]
 
 nothing = None
@@ -213,6 +214,8 @@ WRONG = [
     ("python:compass:wrong", {"result": "side"}, "the first tower must be a megabatch_train.towers.Tower, got NoneType"),
     ("python:compass:wrong", {"result": "kind"}, "kind of the first tower must be one of image, text, audio, value, file"),
     ("python:compass:wrong", {"result": "scale"}, "logit_scale must be a positive number, got -1.0"),
+    ("python:compass:wrong", {"result": "no scale"}, "logit_scale must be a positive number, got None"),
+    ("python:compass:wrong", {"result": "bias"}, "logit_bias must be a number or None, got 'low'"),
 ]
 
 

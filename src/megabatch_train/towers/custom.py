@@ -108,5 +108,8 @@ def _check(pair: Any, spec: str) -> None:
         for name in ("prepare", "collate"):
             if not callable(getattr(tower, name)):
                 raise ValueError(f"{spec}: {name} of the {side} tower must be a function, got {getattr(tower, name)!r}")
-    if not (math.isfinite(pair.logit_scale) and pair.logit_scale > 0):
-        raise ValueError(f"{spec}: logit_scale must be a positive number, got {pair.logit_scale!r}")
+    scale, bias = pair.logit_scale, pair.logit_bias
+    if not isinstance(scale, int | float) or not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{spec}: logit_scale must be a positive number, got {scale!r}")
+    if bias is not None and not (isinstance(bias, int | float) and math.isfinite(bias)):
+        raise ValueError(f"{spec}: logit_bias must be a number or None, got {bias!r}")
