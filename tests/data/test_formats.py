@@ -237,6 +237,9 @@ def test_an_image_in_the_wrong_column_is_told_in_a_few_words(tmp_path):
         data.load(spec, columns={"query": "image", "document": "caption"})
     assert len(str(told.value)) < 1000
     assert "(--columns image=image reads images)" in str(told.value)
+    (tmp_path / "rows.jsonl").write_text('{"query": "a", "document": {"number": 1}}')
+    with pytest.raises(ValueError, match=r"document must be a text, got \{'number': 1\}$"):
+        data.load(str(tmp_path / "rows.jsonl"))
 
 
 def test_datasets_that_cannot_be_read_say_why(tmp_path):

@@ -87,7 +87,7 @@ def copy_images(key: str, column: str, table: str, values: Callable[[], Iterable
 
 def _copy(values: Iterable[Any], file: Path, what: str) -> dict[str, Any]:
     """Writes the copy. Returns offset, size, digest and path of each row's image. A row without an image has the offset −1."""
-    LOG.info("the images of %s are copied once to %s, so that each image can be read separately", what, file)
+    LOG.info("the files in %s are copied once to %s, so that each file can be read separately", what, file)
     places: list[tuple[int, int]] = []
     digests: list[bytes] = []
     names: list[bytes] = []
@@ -136,7 +136,8 @@ def find_problem(value: Any, column: str, kind: str) -> str:
         description = "nothing" if value is None or value == "" else shorten(value)
         if kind == VALUE:
             return f"{column} must be a value, got {description}"
-        hint = f" (--columns image={column} reads images)" if kind == TEXT and isinstance(value, bytes | dict) else ""
+        is_image = isinstance(value, bytes) or (isinstance(value, dict) and "bytes" in value)
+        hint = f" (--columns image={column} reads images)" if kind == TEXT and is_image else ""
         return f"{column} must be a {'text' if kind == TEXT else 'path'}, got {description}{hint}"
     if kind in (TEXT, VALUE) and _SURROGATE.search(value):
         return f"{column} must be Unicode text, got half of a surrogate pair"
