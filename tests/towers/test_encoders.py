@@ -164,6 +164,18 @@ def test_a_run_of_packed_texts_is_the_run_of_padded_texts(tmp_path):
     same_gradients(found[True], found[False], 1e-3)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_longest_text_of_a_model_that_numbers_positions_from_the_padding_id_on(tmp_path, packed):
+    config = encoder("roberta", "mean").model.config
+    config.save_pretrained(tmp_path)
+    longest = config.max_position_embeddings - config.pad_token_id - 1
+    with pytest.raises(ValueError, match=f"max_length must be from 1 to {longest} tokens, got {longest + 1}"):
+        towers.load(f"hf-config:{tmp_path}", ("text", "text"), max_length=longest + 1, packed=packed)
+    tower = towers.load(f"hf-config:{tmp_path}", ("text", "text"), max_length=longest, packed=packed).first
+    assert tower.collate([tower.prepare("word " * 999, None)])["input_ids"].shape == (1, longest)
+    assert encode(tower, ["word " * 999]).isfinite().all()
+
+
 def test_models_that_cannot_be_packed_are_padded(tmp_path):
     """MPNet adds a bias to the logits of attention, which variable-length attention does not support."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mpnet", **encoders.SIZES}))

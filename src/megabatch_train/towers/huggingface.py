@@ -205,7 +205,8 @@ def _apply_sentence_model(pair: Pair, model: SentenceModel | None) -> Pair:
     encoder.files = model.files
     if model.lowercase:
         texts.lowercase()
-    options: dict[str, Any] = {"pooling": model.pooling, "max_length": texts.limit(encoder.model.config, model.max_length)}
+    length = texts.limit_to(count_positions(encoder.model), model.max_length)
+    options: dict[str, Any] = {"pooling": model.pooling, "max_length": length}
     options |= {} if model.include_prompt else {"include_prompt": False}
     for tower, key, prompt in zip(pair.towers, ("query_prompt", "document_prompt"), model.prompts, strict=True):
         options |= {key: prompt} if prompt and tower.kind == "text" else {}
@@ -265,7 +266,7 @@ def adapt(pair: Pair, options: Mapping[str, Any]) -> None:
             named = ", ".join(f"model_options.{key}" for key in options)
             raise ValueError(f'{named} is for models "hf:" and "hf-config:", got {pair.name!r}') from None
         if "max_length" in options:
-            texts.longest = _check_length(options["max_length"], getattr(encoder.model.config, "max_position_embeddings", None))
+            texts.longest = _check_length(options["max_length"], count_positions(encoder.model))
         if (pooling := options.get("pooling", encoder.pooling)) not in POOLINGS:
             raise ValueError(f"model_options.pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
         encoder.pooling = pooling

@@ -127,8 +127,8 @@ def height_and_width(config: Any) -> tuple[int, int]:
 
 
 def count_positions(model: Any) -> int | None:
-    """Returns the maximum number of tokens of the text side of a pair; None if there is no limit."""
-    most = getattr(model.config.text_config, "max_position_embeddings", None)
+    """Returns the maximum number of tokens of a model or of the text side of a pair; None if there is no limit."""
+    most = getattr(part_of(model.config, "text"), "max_position_embeddings", None)
     if not isinstance(most, int) or most < 1:
         return None
     return most - first_position(model)
@@ -206,11 +206,6 @@ class TokenInputs:
         """The id of the padding token."""
         return int(self._tokenizer.pad_token_id)
 
-    def limit(self, config: Any, stored: int | None) -> int:
-        """Returns the maximum number of tokens of a sentence-transformers model: `stored`, or the limit of the model."""
-        most = getattr(config, "max_position_embeddings", None)
-        return self.limit_to(most if isinstance(most, int) and most > 0 else None, stored)
-
     def limit_to(self, most: int | None, stored: int | None = None) -> int:
         """Returns the maximum number of tokens: `stored` or the limit of the tokenizer, and at most `most`."""
         limits = [stored or self._tokenizer.model_max_length, *([] if most is None else [most])]
@@ -262,10 +257,10 @@ class HashedWords:
         mask[:, 0] = 1
         return {"input_ids": tokens, "attention_mask": mask}
 
-    def limit(self, config: Any, stored: int | None) -> int:
-        """Returns the maximum number of tokens, as in `TokenInputs.limit`."""
-        most = getattr(config, "max_position_embeddings", None)
-        return min(stored or self.longest, most) if isinstance(most, int) and most > 0 else stored or self.longest
+    def limit_to(self, most: int | None, stored: int | None = None) -> int:
+        """Returns the maximum number of tokens: `stored` or the present one, and at most `most`."""
+        limits = [stored or self.longest, *([] if most is None else [most])]
+        return min(limits)
 
     def lowercase(self) -> None:
         """Does nothing, because words are always hashed in lower case."""
