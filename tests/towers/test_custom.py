@@ -9,7 +9,7 @@ import torch
 from megabatch.world import World
 from megabatch_train import towers
 from megabatch_train.cli import main
-from megabatch_train.data.dataset import StoredFile
+from megabatch_train.data.dataset import StoredFile, UnreadableSampleError
 from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import embed, results
 from megabatch_train.planning import models as planning
@@ -158,11 +158,25 @@ def test_samples_that_a_tower_refuses_are_skipped(module):
         embed(pair.first, dataset.part([0, 3]), 0)
 
 
+def test_samples_are_skipped_by_a_tower_that_refuses_blanks(module):
+    def prepare(text, generator):
+        if len(text) < 3:
+            raise UnreadableSampleError(f"a text must have three characters, got {text!r}")
+        return torch.tensor([float(len(text))])
+
+    (module / "texts.csv").write_text("query,document\nab,x\nabc,x\nabcd,x\n")
+    dataset = Table(module / "texts.csv")
+    embeddings = embed(towers.Tower(torch.nn.Linear(1, 4), "text", prepare), dataset, 0)
+    assert dataset.failures == {0: "a text must have three characters, got 'ab'"}
+    assert torch.equal(embeddings[0], embeddings[1])
+    assert not torch.equal(embeddings[1], embeddings[2])
+
+
 def test_values_keep_their_types(module):
     parquet = pytest.importorskip("pyarrow.parquet", reason='pip install "megabatch[train]"')
     import pyarrow
 
-    values = [[1, 2], {"a": None}, b"bytes", 1.5, "text", True]
+    values = [[1, 2], {"a": None}, b"bytes", 1.5, " text\n", True]
     (module / "v.jsonl").write_text("".join(json.dumps({"v": v, "t": "t"}) + "\n" for v in values if v != b"bytes"))
     table = Table(module / "v.jsonl", columns={"value": "v", "text": "t"})
     assert [table.read(index, 0) for index in range(5)] == [value for value in values if value != b"bytes"]

@@ -434,17 +434,16 @@ class _Read:
         return index, prepared, failure
 
     def _replacement(self) -> Any:
-        """Returns a blank, or the first sample that can be read and prepared, if the kind has no blank."""
-        kind, reason = self.dataset.sides[self.side], ""
-        if kind not in (VALUE, FILE):
-            return blank(kind)
-        for index in range(min(len(self.dataset), MOST_REPLACEMENTS)):
+        """Returns a blank. If the kind has none or the tower refuses it, returns the first sample that can be prepared."""
+        blanks = [] if self.dataset.sides[self.side] in (VALUE, FILE) else [blank(self.dataset.sides[self.side])]
+        reason = ""
+        for number in range(len(blanks) + min(len(self.dataset), MOST_REPLACEMENTS)):
             try:
-                sample = self.dataset.read(index, self.side)
+                sample = blanks[0] if number < len(blanks) else self.dataset.read(number - len(blanks), self.side)
                 self.prepare(sample, None)
                 return sample
             except UnreadableSampleError as error:
-                reason = reason or str(error)
+                reason = str(error)
         raise ValueError(f"one of the first {MOST_REPLACEMENTS} samples must be readable, got none: {reason}")
 
 

@@ -38,11 +38,11 @@ from megabatch_train.names import TABLES
 LOG = logging.getLogger("megabatch")
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Images inside tables. They are copied once to a file from which each image can be read separately.
+# Images, recordings and other files inside tables. They are copied once to a file from which each can be read separately.
 #
 # Parquet stores many images in one compressed column chunk, which must be read as a whole. The copy contains the bytes of all
 # images, each distinct image once. An index next to it has, for each row, offset and size of the image. Both files are in the
-# cache folder. They are made again if the table changes.
+# cache folder. They are made again if the table changes. Recordings and other files are copied in the same way.
 
 _FORMAT = 1  # version of the copies
 

@@ -458,8 +458,9 @@ class Table(Dataset):
         if problem:
             self.problems.append(_describe_problem(source, row, problem))
             return
-        self._first.append(pair[0].strip())
-        self._second.append(pair[1].strip())
+        first, second = (text if kind == VALUE else text.strip() for text, kind in zip(pair, self.sides, strict=True))
+        self._first.append(first)
+        self._second.append(second)
         self._negatives += self._read_negatives(source, row)
         self._negative_ends.append(len(self._negatives))
         if self.label_column is not None:
