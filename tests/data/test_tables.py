@@ -1,11 +1,13 @@
 """Tables of pairs in four formats: the same pairs from each, damaged rows named, shared images and captions known."""
 
 import json
+import sys
 
 import pytest
 import torch
 
 from megabatch import extras
+from megabatch_train.data import load
 from megabatch_train.data.dataset import UnreadableSampleError, find_components
 from megabatch_train.data.tables import Table
 
@@ -301,3 +303,13 @@ def test_columns_of_pairs_are_no_negatives(tmp_path):
         Table(triples(tmp_path), columns={"query": "q", "document": ["d", "worse"]})
     with pytest.raises(ValueError, match=r"triples.jsonl has no column worst; it has q, d, negative_1"):
         Table(triples(tmp_path), columns={"query": "q", "document": "d", "negative": ["worse", "worst"]})
+
+
+def test_values_need_no_package_for_images(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"curve": [1], "text": "a"}')
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    assert len(load.load(str(tmp_path / "rows.jsonl"), columns={"value": "curve", "text": "text"})) == 1
+    (tmp_path / "images.jsonl").write_text('{"image": "a.png", "text": "a"}')
+    with pytest.raises(ImportError, match="Reading images"):
+        load.load(str(tmp_path / "images.jsonl"))

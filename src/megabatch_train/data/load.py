@@ -21,6 +21,7 @@ from megabatch_train import names
 from megabatch_train.data import demo
 from megabatch_train.data.dataset import (
     IMAGE,
+    MIXED,
     TEXT,
     Dataset,
     Part,
@@ -358,7 +359,7 @@ def _from_folder(folder: Url, options: dict[str, Any]) -> Dataset:
 def _with_images(kind: type[Dataset], files: Any, options: dict[str, Any]) -> Dataset:
     """Creates the dataset. If it has images, checks that the package that reads images is installed."""
     dataset: Dataset = kind(files, **_check_options(kind, options))  # type: ignore[call-arg]
-    if dataset.sides != (TEXT, TEXT):
+    if IMAGE in dataset.sides or MIXED in dataset.sides:
         extras.load("PIL.Image", purpose="Reading images")
     return dataset
 
