@@ -171,7 +171,6 @@ def load(name: str, lora: LoraConfig | None = None, sizes: TokenSizes = AS_STORE
     """Loads encoders with weights, tokenizer and image processor from the hub or from folders. `lora` adds adapters.
 
     `sizes` replace the sizes of images and texts in the files. `is_described` reads their description.
-
     The options of the pair come from the files of sentence-transformers. They are not applied yet.
     """
     parts = [_locate(part, absolute=lora is not None) for part in _parts(name)]
