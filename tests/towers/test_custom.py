@@ -97,6 +97,9 @@ def test_a_run_trains_resumes_and_serves_every_command(module, monkeypatch, caps
     for words in (resume, ("eval", "run"), ("search", "run", "north"), ("eval", "run/checkpoints/step_00000012")):
         assert main(list(words)) not in (0, None)
     assert capsys.readouterr().err.count("--trust-remote-code imports its module") == 4
+    (module / "foreign.toml").write_text('model = "python:compass:build"\n')
+    assert main(["train", "--config", "foreign.toml", "--data", str(table), "--output", "foreign"]) not in (0, None)
+    assert "foreign.toml must be a model without custom code" in capsys.readouterr().err
     run(*resume, "--trust-remote-code", "--no-report")
     first, second = ((module / name / "model.safetensors").read_bytes() for name in ("run", "again"))
     assert first == second

@@ -117,7 +117,7 @@ def test_data_on_the_device_are_read_once_and_train_alike(photos, pool, monkeypa
     read, reads = Shards.read, []
     monkeypatch.setattr(Shards, "read", lambda self, index, side: reads.append(index) or read(self, index, side))
     wanted = trained(photos / "crops", photos, memory={"resident": 0.5})
-    shown = 2 * SAMPLES_SHOWN + 1
+    shown = 2 * (SAMPLES_SHOWN + 1)
     assert len(reads) == shown + 2 * 40  # the run has 60 samples
     assert runs.same_bits(trained(photos / "twice", photos, memory={"resident": 0.5, "graphs": 0.0}), wanted) == []
     for found in pool.run(_on_rank, 2, photos, {"memory": {"resident": 0.5}}):
@@ -185,11 +185,11 @@ def test_the_next_batch_is_read_while_this_one_trains(tmp_path):
         begun = len(reads)
         ahead = 0 if begun == 3 else 80
         end = time.monotonic() + PATIENCE
-        while data.reads < 5 + 80 * (begun + 1) + ahead and time.monotonic() < end:  # 5 were shown to the towers first
+        while data.reads < 6 + 80 * (begun + 1) + ahead and time.monotonic() < end:  # 6 were shown to the towers first
             time.sleep(0.01)
         reads.append(data.reads)
         record(*args)
 
     made._record = after_step
     made.fit()
-    assert reads == [165, 245, 325, 325]
+    assert reads == [166, 246, 326, 326]

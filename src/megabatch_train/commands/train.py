@@ -231,8 +231,8 @@ def run(args: argparse.Namespace) -> int:
         _check_writable(folder, world, args.resume)
         folder = _lock_folder(folder, world, args, stack)
         count = configs.reader_count(config, world) if world.device.type != "cpu" else 0
-        if not any("model" in table for table in tables):
-            custom.check(config.model, folder)  # only the folder of the run names the model
+        if not any("model" in table for table in tables[1:]):
+            custom.check(config.model, args.config or folder)  # only a file names the model, and not the command line
         packages = ["megabatch_train.towers", *_packages_of(config.model)]
         started = stack.enter_context(loader.start_processes(count, packages))
         clock.end_phase("imports")
