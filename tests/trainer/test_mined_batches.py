@@ -324,3 +324,5 @@ def test_negatives_of_a_corpus(tmp_path, monkeypatch, capsys):
     assert "--output must not replace the corpus" in capsys.readouterr().err
     assert cli.main(["mine", "small", "--data", "pairs.jsonl", "--group-size", "3"]) == 1
     assert "--group-size must not be set without --batches" in capsys.readouterr().err
+    assert cli.main(["mine", "small", "--data", "pairs.jsonl", "--batches", "--group-size", "1"]) == 1
+    assert "--group-size must be at least 2" in capsys.readouterr().err

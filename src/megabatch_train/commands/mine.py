@@ -134,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--corpus must not be set with --batches, which groups pairs, got {args.corpus}")
     if args.group_size and not args.batches:
         raise ValueError(f"--group-size must not be set without --batches, got {args.group_size}")
+    if args.group_size == 1:
+        raise ValueError("--group-size must be at least 2, because a group of one pair has no negatives, got 1")
     if output.suffix == ".parquet":
         extras.load("pyarrow.parquet", purpose="Writing Parquet")  # raises an error before the search
     with join_world(args.device) as world:
