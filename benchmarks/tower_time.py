@@ -4,9 +4,9 @@ For each model and each side, the script encodes one chunk without a graph, and 
 measures several ways to compute self-attention:
 
 - "torch": `nn.MultiheadAttention`
-- "packed": `PackedAttention` without its kernel
+- "packed": `SelfAttention` without its kernel
 - "cudnn": like "packed", with the attention of cuDNN
-- "kernel": `PackedAttention` as in training
+- "kernel": `SelfAttention` as in training
 - "float8": like "kernel", with matmuls of the blocks in float8 (one scale for each tensor, gradients in e5m2)
 
 It compares the embeddings and the gradients with "torch", then measures the time, and then profiles one pass. The bound is the
@@ -152,7 +152,7 @@ def measure_way(record: Record, args: argparse.Namespace, model: str, dropout: f
         if args.device == "cuda":
             tower.compile_towers(pair.modules, World(device))
         else:
-            tower.replace_self_attention(pair.modules)
+            tower.replace_self_attention(pair.modules, device)
         for side, module in enumerate(pair.modules):
             module.train()
             inputs = chunk_of(pair, side, args.chunk, args.device)

@@ -39,7 +39,7 @@ LIBRARY: dict[str, set[str]] = {
 TRAIN: dict[str, set[str]] = {
     "__init__": set(),
     "data": {"cached"},
-    "towers": {"cached", "data", "integrations", "late"},
+    "towers": {"cached", "data", "dispatch", "integrations", "late"},
     "evaluation": {"cached", "data", "dispatch", "late", "losses", "pairwise", "primitives", "tiles", "towers"},
     "trainer": {"cached", "data", "evaluation", "losses", "towers"},
     "display": {"__init__", "data", "evaluation", "towers"},

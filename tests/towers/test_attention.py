@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers import leaves
+from megabatch import dispatch
 from megabatch_train.towers.layers import fast_layers
-from megabatch_train.towers.layers.fast_layers import PackedAttention, replace_self_attention
+from megabatch_train.towers.layers.fast_layers import SelfAttention, replace_self_attention
+
+CPU = torch.device("cpu")
 
 
 def causal_mask(tokens):
@@ -45,9 +48,9 @@ def compare(found, wanted):
 def test_self_attention_equals_that_of_pytorch(masked, bias):
     plain = Texts(causal_mask(9), bias=bias).double()
     packed = copy.deepcopy(plain)
-    replace_self_attention([packed])
+    replace_self_attention([packed], CPU)
     (attention,) = packed.transformer
-    assert type(attention) is PackedAttention
+    assert type(attention) is SelfAttention
     assert attention.causal
     assert packed.state_dict().keys() == plain.state_dict().keys()
     x = torch.randn(3, 5, 32, dtype=torch.float64)
@@ -59,7 +62,7 @@ def test_masks_that_are_not_causal_are_added():
     mask = torch.randn(5, 5, dtype=torch.float64)
     plain = Texts(mask).double()
     packed = copy.deepcopy(plain)
-    replace_self_attention([packed])
+    replace_self_attention([packed], CPU)
     assert not packed.transformer[0].causal
     x = torch.randn(2, 5, 32, dtype=torch.float64)
     compare(results(packed.transformer[0], x, mask), results(plain.transformer[0], x, mask))
@@ -71,7 +74,7 @@ def test_masks_that_are_not_causal_are_added():
 def test_other_calls_are_left_to_pytorch():
     plain = nn.Sequential(nn.MultiheadAttention(32, 2, batch_first=True)).double()
     packed = copy.deepcopy(plain)
-    replace_self_attention([packed])
+    replace_self_attention([packed], CPU)
     query, key = (torch.randn(2, tokens, 32, dtype=torch.float64) for tokens in (3, 5))
     padding = torch.tensor([[False] * 5, [False, False, True, True, True]])
     for options in ({}, {"need_weights": False}, {"need_weights": False, "key_padding_mask": padding}):
@@ -93,8 +96,8 @@ def test_other_calls_are_left_to_pytorch():
 )
 def test_other_layers_are_not_replaced(layer):
     model = nn.Sequential(layer)
-    replace_self_attention([model])
-    assert not any(isinstance(part, PackedAttention) for part in model.modules())
+    replace_self_attention([model], CPU)
+    assert not any(isinstance(part, SelfAttention) for part in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -126,3 +129,17 @@ def test_the_operators_describe_their_outputs():
     pytest.importorskip("triton")
     projected = torch.randn(2, 5, 3 * 64).half().requires_grad_()
     torch.library.opcheck(fast_layers._short_attention, (projected, 2, True))
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "uses_kernel"),
+    [((9, 0), None, True), ((8, 0), None, True), ((7, 5), None, False), ((9, 4), "6.2", False)],
+)
+def test_the_kernel_runs_on_the_gpus_of_the_other_kernels(monkeypatch, capability, hip, uses_kernel):
+    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    model = nn.Sequential(nn.MultiheadAttention(32, 2, batch_first=True))
+    replace_self_attention([model], torch.device("cuda"))
+    assert model[0].has_kernel == uses_kernel

@@ -250,7 +250,7 @@ def seed_host(seed: int) -> None:
 
 
 def _with_generator(devices: Iterable[torch.device]) -> list[torch.device]:
-    """Returns the accelerators whose generators a tower may use: those of `devices` and the current one."""
+    """Returns the accelerators whose generators a tower may use: the current accelerator, and the accelerators in `devices`."""
     accelerator = torch.accelerator.current_accelerator()
     module = None if accelerator is None else getattr(torch, accelerator.type)
     # Before the first use of an accelerator, its generators have no state. MPS is always ready if it is available.

@@ -78,7 +78,7 @@ def _loss_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Stores the losses of some lines and their weights. The second direction adds its weights to those of the first."""
+    """Stores the losses of some lines and their weights. The weights of both directions are added."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = offs_n < N
     peak, total = tl.full((BLOCK_N,), -float("inf"), tl.float32), tl.zeros((BLOCK_N,), tl.float64)

@@ -282,7 +282,7 @@ def compile_towers(modules: Sequence[nn.Module], world: World) -> bool:
             LOG.warning("the towers cannot be compiled, so the run is slower: %s", problems[0])
         return False
     replace_patch_convolutions(modules)
-    replace_self_attention(modules)
+    replace_self_attention(modules, world.device)
     for module in {id(module): module for module in modules}.values():
         compile_layers(module, any_size=getattr(module, "packed", False))
     return True

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megabatch import dispatch
 from megabatch.integrations.open_clip import CausalTexts
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -58,24 +59,26 @@ def _windows_do_not_overlap(layer: nn.Conv2d) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Self-attention from the packed projection.
+# Self-attention from the output of the joint input projection.
 #
-# `nn.MultiheadAttention` copies queries, keys and values to three tensors, and adds a mask to the logits. `PackedAttention`
+# `nn.MultiheadAttention` copies queries, keys and values to three tensors, and adds a mask to the logits. `SelfAttention`
 # reads them where the input projection wrote them:
 #
 # - Sequences of at most 128 tokens (patches of ViT-B-32, trimmed captions) use a Triton kernel. A program computes all
-#   attention weights of one head of one sample, and its backward pass writes the gradient of the packed projection.
+#   attention weights of one head of one sample, and its backward pass writes the gradient of the projection.
 # - Other sequences use `scaled_dot_product_attention`. A causal mask becomes a flag, so flash attention can be used.
 
 
 LONGEST = 128  # tokens of a sequence for the kernel, whose programs hold all attention weights of a head in registers
 HEAD_DIMS = (32, 64, 128)
+BFLOAT16 = "bfloat16"  # the kernel serves GPUs that have the other kernels in this precision
 
 
-class PackedAttention(nn.MultiheadAttention):
-    """An `nn.MultiheadAttention` that computes self-attention from the packed projection. Parameters and results are equal."""
+class SelfAttention(nn.MultiheadAttention):
+    """An `nn.MultiheadAttention` that computes self-attention without copies. Parameters and results are equal."""
 
     causal: bool = False  # whether every mask of two dimensions is causal
+    has_kernel: bool = False  # whether the kernel serves the device
 
     def forward(
         self,
@@ -90,32 +93,37 @@ class PackedAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the attention output, and the attention weights if they are needed."""
         masked = attn_mask is not None and not (self.causal and attn_mask.dim() == 2)
-        packed = query is key and key is value and query.dim() == 3
-        if not packed or need_weights or masked or key_padding_mask is not None:
+        joint = query is key and key is value and query.dim() == 3
+        if not joint or need_weights or masked or key_padding_mask is not None:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         projected = F.linear(query, self.in_proj_weight, self.in_proj_bias)
-        return self.out_proj(attend(projected, self.num_heads, causal=attn_mask is not None)), None
+        attended = attend(projected, self.num_heads, causal=attn_mask is not None, has_kernel=self.has_kernel)
+        return self.out_proj(attended), None
 
 
-def replace_self_attention(modules: Sequence[nn.Module]) -> None:
-    """Replaces each `nn.MultiheadAttention` that projects its inputs at once by `PackedAttention`, in place.
+def replace_self_attention(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Replaces each `nn.MultiheadAttention` that projects its inputs at once by `SelfAttention`, in place.
 
     Args:
         modules: the modules of the two sides, before they are wrapped or sharded. Both can be the same module.
+        device: the device that they run on.
     """
+    has_kernel = device.type == "cuda" and dispatch.why_not_triton(BFLOAT16, device) is None
     for module in modules:
         for part in module.modules():
             if isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
                 continue  # these read the parameters of their attention
             for child in part.children():
                 if type(child) is nn.MultiheadAttention and _projects_at_once(child):
-                    child.__class__ = PackedAttention
+                    child.__class__ = SelfAttention
         for part in module.modules():
+            if isinstance(part, SelfAttention):
+                part.has_kernel = has_kernel
             if (texts := CausalTexts.of(part)) is not None and _is_causal(texts.parts.attn_mask):
                 for child in texts.parts.transformer.modules():
-                    if isinstance(child, PackedAttention):
+                    if isinstance(child, SelfAttention):
                         child.causal = True
 
 
@@ -129,16 +137,23 @@ def _is_causal(mask: Tensor) -> bool:
     return torch.equal(mask.float().cpu(), torch.full((tokens, tokens), float("-inf")).triu_(1))
 
 
-def attend(projected: Tensor, heads: int, *, causal: bool = False) -> Tensor:  # (n, L, 3 · E) -> (n, L, E)
-    """Returns self-attention from packed queries, keys and values, by the kernel where it is faster.
+def attend(
+    projected: Tensor,  # (n, L, 3 · E)
+    heads: int,
+    *,
+    causal: bool = False,
+    has_kernel: bool = False,
+) -> Tensor:  # (n, L, E)
+    """Returns self-attention from the joint projection, by the kernel where it is faster.
 
     Args:
         projected: queries, keys and values of all heads, next to each other.
         heads: number of heads.
         causal: whether a token attends only to itself and to earlier tokens.
+        has_kernel: whether the kernel serves the device.
     """
     tokens, dim = projected.shape[1], projected.shape[2] // 3 // heads
-    if tokens <= LONGEST and dim in HEAD_DIMS and projected.is_cuda and projected.dtype in (torch.bfloat16, torch.float16):
+    if has_kernel and tokens <= LONGEST and dim in HEAD_DIMS and projected.dtype in (torch.bfloat16, torch.float16):
         output: Tensor = _short_attention(projected, heads, causal)
         return output
     q, k, v = projected.view(*projected.shape[:2], 3, heads, dim).permute(2, 0, 3, 1, 4)  # (n, heads, L, dim) each
