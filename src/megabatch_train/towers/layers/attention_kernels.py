@@ -87,7 +87,7 @@ def forward(projected: Tensor, heads: int, causal: bool) -> Tensor:  # (n, L, 3 
 
 
 def backward(projected: Tensor, gradient: Tensor, heads: int, causal: bool) -> Tensor:  # (n, L, 3 · E)
-    """Returns the gradient of the packed projection."""
+    """Returns the gradient of the projection."""
     samples, tokens, triple = projected.shape
     dim, block = triple // 3 // heads, _block(tokens)
     result = torch.empty_like(projected)
